@@ -1,0 +1,33 @@
+"""Lookahead Decoding for LLaMA-family models in JAX: several tokens per forward pass, with
+exactly the output of plain decoding."""
+
+from jlookahead.config import Config, Sampling
+from jlookahead.generate import Result, generate, iter_rounds
+from jlookahead.lookahead import Lookahead
+from jlookahead.model import KVCache, LlamaModel, TargetModel
+from jlookahead.model_config import ModelConfig, RopeConfig
+from jlookahead.state import RoundInfo, RoundState
+from jlookahead.strategy import Autoregressive, Strategy
+from jlookahead.streaming import StreamedToken, stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Autoregressive",
+    "Config",
+    "KVCache",
+    "LlamaModel",
+    "Lookahead",
+    "ModelConfig",
+    "Result",
+    "RopeConfig",
+    "RoundInfo",
+    "RoundState",
+    "Sampling",
+    "Strategy",
+    "StreamedToken",
+    "TargetModel",
+    "generate",
+    "iter_rounds",
+    "stream",
+]

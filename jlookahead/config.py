@@ -1,0 +1,94 @@
+"""What a call is asked to do: one frozen, validated, hashable object.
+
+`generate` splits it: model and strategy fix the compiled program; everything else reaches
+the device as arrays, so that a new value never compiles anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jlookahead.lookahead import Lookahead
+from jlookahead.model_config import ModelConfig
+from jlookahead.strategy import Strategy
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raises `ValueError` unless `value` is an integer from `low` to `high`."""
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ValueError(f"{name}: got {value!r}, allowed is an integer, {allowed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the target chooses a token; the filters apply in HF's order.
+
+    Attributes:
+        temperature: 0 is greedy, and the filters then have no effect.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this mass; 1 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
+        seed: same seed, same text, whatever the strategy.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: got {self.temperature}, must be 0 or positive")
+        check_int("top_k", self.top_k, 0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: got {self.top_p}, allowed is above 0 and up to 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: got {self.min_p}, allowed is 0 to 1")
+        check_int("seed", self.seed, 0, 2**32 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A generation call.
+
+    Attributes:
+        model: the network; may be None only when `generate` is given another `model`.
+        strategy: where drafts come from; changes the number of rounds, never the text.
+        sampling: how the target chooses.
+        max_new_tokens: budget of new tokens per row, 0 or more; never exceeded.
+        eos_token_ids: ids that end a row, emitted as its last token; empty = run to the budget.
+        pad_token_id: fills token arrays beyond a row's length; never enters the results.
+        cache_len: tokens the K/V cache holds, prompt included; None = what the call needs.
+            A row that fills it stops with finish reason `cache_full`.
+    """
+
+    model: ModelConfig | None = None
+    strategy: Strategy = Lookahead()
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 128
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    cache_len: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, 0)
+        if not isinstance(self.eos_token_ids, tuple):
+            raise ValueError(f"eos_token_ids: got {self.eos_token_ids!r}, must be a tuple of ids")
+        for token in self.eos_token_ids:
+            check_int("eos_token_ids", token, 0)
+        check_int("pad_token_id", self.pad_token_id, 0)
+        if self.cache_len is not None:
+            check_int("cache_len", self.cache_len, 1)
+        for name in ("layout", "start", "propose", "observe"):
+            if not hasattr(self.strategy, name):
+                raise ValueError(
+                    f"strategy: got {self.strategy!r}, allowed is a strategy object such as "
+                    "Lookahead() or Autoregressive()"
+                )

@@ -1,0 +1,338 @@
+"""The LLaMA network, as Flax Linen modules over a plain nested dict of parameters.
+
+The decoding loop sees a network only as a `TargetModel`: `forward` turns packed query rows
+into hidden states and the new K/V of those rows, reading the committed cache and never
+writing it; `logits` applies the head to the hidden rows one asks for.
+
+Parameter names are HF's, with `model.` dropped and `layers.3` spelled `layers_3`; weights
+keep HF's `[out, in]` orientation, which reads near memory bandwidth on one row and makes a
+row bitwise independent of how many rows are computed with it (from two rows up, on CPU).
+
+Shapes: B rows of the batch, Q packed query rows, S cache slots, D head_dim, K key/value
+heads, G query heads per key/value head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jlookahead.model_config import ModelConfig, RopeConfig
+
+Params = Any
+KVRows = tuple[tuple[jax.Array, jax.Array], ...]
+
+# Cache slots attended to at once. The loop over chunks has a traced trip count, so that the
+# cost follows the length in use and not the capacity.
+PREFIX_CHUNK = 256
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of the committed tokens: per layer, head-major `[B, K, S, D]`.
+
+    Slots at or beyond a row's committed length hold garbage and are never attended to.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+class TargetModel(Protocol):
+    """What the decoding loop needs of a network; must be hashable (it is a static argument)."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+    def init_cache(self, batch: int, num_slots: int) -> KVCache: ...
+
+    def forward(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        workspace_mask: jax.Array,
+        cache: KVCache,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, KVRows]:
+        """Runs Q rows. The cache is read-only; K/V of the rows are returned beside it.
+
+        Args:
+            params: the parameters.
+            tokens: `[B, Q]` int32.
+            positions: `[B, Q]` int32, absolute.
+            workspace_mask: `[Q, Q]` or `[B, Q, Q]` bool, True = row i attends to row j.
+            cache: committed K/V.
+            lengths: `[B]` int32, committed slots; every row attends to all of them.
+
+        Returns:
+            hidden states `[B, Q, hidden]` and, per layer, `(keys, values)` `[B, K, Q, D]`.
+        """
+        ...
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """`[..., hidden]` -> float32 `[..., V]`."""
+        ...
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Rotary frequencies `[D / 2]` float32, as transformers `modeling_rope_utils` computes them."""
+    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    frequencies = frequencies.astype(np.float32)
+    if rope.type == "linear":
+        return frequencies / np.float32(rope.factor)
+    if rope.type == "llama3":
+        wavelength = 2 * math.pi / frequencies
+        original = rope.original_max_position_embeddings
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    return frequencies.astype(np.float32)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Half-split rotary embedding of `x [B, heads, Q, D]` by `cos`, `sin` `[B, 1, Q, D / 2]`."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _precision(dtype: jnp.dtype) -> lax.Precision | None:
+    # Accelerators multiply float32 in lower precision unless told otherwise.
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _attend(
+    q: jax.Array,
+    new_keys: jax.Array,
+    new_values: jax.Array,
+    workspace_mask: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """Attention of `q [B, K, G, Q, D]` over the workspace and the committed prefix.
+
+    The two parts are merged by running float32 (max, sum, unnormalised output), workspace
+    first: it is never empty, since every row sees itself, so no row's maximum stays at the
+    sentinel. No `[Q, S]` mask is ever built.
+    """
+    batch, kv_heads, group, num_rows, dim = q.shape
+    precision = _precision(q.dtype)
+    blocked = jnp.finfo(jnp.float32).min
+    q = q.reshape(batch, kv_heads, group * num_rows, dim) * jnp.asarray(dim**-0.5, q.dtype)
+
+    def scores(k: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            "bkqd,bksd->bkqs", q, k, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    def weighted(p: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.einsum(
+            "bkqs,bksd->bkqd",
+            p.astype(v.dtype),
+            v,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    mask = jnp.broadcast_to(workspace_mask, (batch, num_rows, num_rows))
+    mask = jnp.tile(mask, (1, group, 1))[:, None]
+    s = jnp.where(mask, scores(new_keys), blocked)
+    top = s.max(axis=-1, keepdims=True)
+    p = jnp.exp(s - top)
+    carry = top, p.sum(axis=-1, keepdims=True), weighted(p, new_values)
+
+    num_slots = keys.shape[2]
+    chunk = min(PREFIX_CHUNK, num_slots)
+    if num_slots % chunk:
+        raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")
+
+    def add_chunk(index: jax.Array, carry: tuple) -> tuple:
+        top, total, out = carry
+        start = index * chunk
+        k = lax.dynamic_slice_in_dim(keys, start, chunk, axis=2)
+        v = lax.dynamic_slice_in_dim(values, start, chunk, axis=2)
+        committed = start + jnp.arange(chunk) < lengths[:, None]
+        s = jnp.where(committed[:, None, None, :], scores(k), blocked)
+        new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
+        p = jnp.exp(s - new_top)
+        shrink = jnp.exp(top - new_top)
+        return (
+            new_top,
+            total * shrink + p.sum(axis=-1, keepdims=True),
+            out * shrink + weighted(p, v),
+        )
+
+    num_chunks = (lengths.max() + chunk - 1) // chunk
+    _, total, out = lax.fori_loop(0, num_chunks, add_chunk, carry)
+    return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)
+
+
+class Linear(nn.Module):
+    """`x [..., in] -> [..., out]` with a weight `[out, in]`, without bias."""
+
+    features: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (self.features, x.shape[-1])
+        weight = self.param("weight", nn.initializers.normal(0.02), shape, self.dtype)
+        return lax.dot_general(
+            x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=_precision(x.dtype)
+        )
+
+
+class RMSNorm(nn.Module):
+    eps: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), self.dtype)
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return weight * x32.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, cos, sin, workspace_mask, keys, values, lengths):
+        cfg, dtype = self.config, jnp.dtype(self.config.dtype)
+        batch, num_rows, _ = x.shape
+
+        def project(name: str, heads: int) -> jax.Array:
+            y = Linear(heads * cfg.head_dim, dtype, name=name)(x)
+            return y.reshape(batch, num_rows, heads, cfg.head_dim).transpose(0, 2, 1, 3)
+
+        q = _rotate(project("q_proj", cfg.num_attention_heads), cos, sin)
+        k = _rotate(project("k_proj", cfg.num_key_value_heads), cos, sin)
+        v = project("v_proj", cfg.num_key_value_heads)
+        group = cfg.num_attention_heads // cfg.num_key_value_heads
+        q = q.reshape(batch, cfg.num_key_value_heads, group, num_rows, cfg.head_dim)
+        out = _attend(q, k, v, workspace_mask, keys, values, lengths)
+        out = out.transpose(0, 3, 1, 2, 4).reshape(batch, num_rows, -1)
+        return Linear(cfg.hidden_size, dtype, name="o_proj")(out), (k, v)
+
+
+class MLP(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg, dtype = self.config, jnp.dtype(self.config.dtype)
+        gate = Linear(cfg.intermediate_size, dtype, name="gate_proj")(x)
+        up = Linear(cfg.intermediate_size, dtype, name="up_proj")(x)
+        return Linear(cfg.hidden_size, dtype, name="down_proj")(nn.silu(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, *attention_inputs):
+        eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.config.dtype)
+        h = RMSNorm(eps, dtype, name="input_layernorm")(x)
+        h, kv_rows = Attention(self.config, name="self_attn")(h, *attention_inputs)
+        x = x + h
+        h = RMSNorm(eps, dtype, name="post_attention_layernorm")(x)
+        return x + MLP(self.config, name="mlp")(h), kv_rows
+
+
+class Embedding(nn.Module):
+    vocab_size: int
+    features: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        shape = (self.vocab_size, self.features)
+        weight = self.param("weight", nn.initializers.normal(0.02), shape, self.dtype)
+        return weight[tokens]
+
+
+class Llama(nn.Module):
+    """Embedding, decoder layers and final norm; the head is `LlamaModel.logits`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens, positions, workspace_mask, cache, lengths):
+        cfg, dtype = self.config, jnp.dtype(self.config.dtype)
+        angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(
+            cfg.rope, cfg.head_dim
+        )
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        x = Embedding(cfg.vocab_size, cfg.hidden_size, dtype, name="embed_tokens")(tokens)
+        new_kv = []
+        for i in range(cfg.num_hidden_layers):
+            layer = DecoderLayer(cfg, name=f"layers_{i}")
+            x, kv_rows = layer(x, cos, sin, workspace_mask, cache.keys[i], cache.values[i], lengths)
+            new_kv.append(kv_rows)
+        return RMSNorm(cfg.rms_norm_eps, dtype, name="norm")(x), tuple(new_kv)
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaModel:
+    """A LLaMA as a `TargetModel`."""
+
+    config: ModelConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.config.max_position_embeddings
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Random parameters: weights normal with standard deviation 0.02, norms one."""
+        cfg = self.config
+        body_key, head_key = jax.random.split(key)
+        one = jnp.zeros((1, 1), jnp.int32)
+        cache, mask = self.init_cache(1, 1), jnp.ones((1, 1), bool)
+        params = Llama(cfg).init(body_key, one, one, mask, cache, jnp.zeros(1, jnp.int32))["params"]
+        if not cfg.tie_word_embeddings:
+            shape, dtype = (cfg.vocab_size, cfg.hidden_size), jnp.dtype(cfg.dtype)
+            params["lm_head"] = {"weight": 0.02 * jax.random.normal(head_key, shape, dtype)}
+        return params
+
+    def abstract_params(self) -> Params:
+        """Shape and dtype of every parameter, without computing any."""
+        return jax.eval_shape(self.init_params, jax.random.key(0))
+
+    def init_cache(self, batch: int, num_slots: int) -> KVCache:
+        cfg = self.config
+        shape = (batch, cfg.num_key_value_heads, num_slots, cfg.head_dim)
+        # One buffer each: donated arrays must not share memory.
+        buffers = [jnp.zeros(shape, cfg.dtype) for _ in range(2 * cfg.num_hidden_layers)]
+        return KVCache(keys=tuple(buffers[::2]), values=tuple(buffers[1::2]))
+
+    def forward(self, params, tokens, positions, workspace_mask, cache, lengths):
+        variables = {"params": params}
+        return Llama(self.config).apply(
+            variables, tokens, positions, workspace_mask, cache, lengths
+        )
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        tied = self.config.tie_word_embeddings
+        weight = params["embed_tokens" if tied else "lm_head"]["weight"]
+        return lax.dot_general(
+            hidden,
+            weight,
+            (((hidden.ndim - 1,), (1,)), ((), ())),
+            precision=_precision(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )

@@ -1,0 +1,92 @@
+"""Prompts as users have them, to ids per row; everything checked before anything compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# A text, ids, chat messages, or several of one kind.
+Prompt = Any
+
+
+def encode(tokenizer: Any, text_or_chat: str | Sequence[Mapping[str, str]]) -> list[int]:
+    """Ids of a text, or of chat messages under the tokenizer's own template.
+
+    The template already writes the beginning-of-sequence token where the model wants one,
+    so its output is encoded without special tokens: never two of them.
+    """
+    if isinstance(text_or_chat, str):
+        return tokenizer(text_or_chat)["input_ids"]
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("prompt: chat messages given, but the tokenizer has no chat template")
+    text = tokenizer.apply_chat_template(
+        list(text_or_chat), tokenize=False, add_generation_prompt=True
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.ndarray], bool]:
+    """Splits a prompt into rows of ids.
+
+    Args:
+        prompt: ids `[T]` or `[B, T]`, a list of ids, a ragged list of those; with a
+            tokenizer also a string, a list of strings, or chat messages.
+        tokenizer: used for text only; may be None.
+        vocab_size: ids must be below it.
+
+    Returns:
+        one int32 array per row, and whether the prompt was a batch.
+
+    Raises:
+        ValueError: nothing to read, an id outside the vocabulary, something not an id, text
+            without a tokenizer.
+    """
+    if _is_text(prompt):
+        rows, is_batch = [prompt], False
+    elif isinstance(prompt, Sequence) and len(prompt) and all(map(_is_text, prompt)):
+        rows, is_batch = list(prompt), True
+    else:
+        rows, is_batch = _split_ids(prompt)
+    if not rows:
+        raise ValueError("prompt: got an empty batch, needs at least one row")
+    if any(map(_is_text, rows)):
+        if tokenizer is None:
+            raise ValueError("prompt: got text, needs a tokenizer (tokenizer=lm.tokenizer) or ids")
+        rows = [encode(tokenizer, row) for row in rows]
+    return [_check_ids(row, i, vocab_size) for i, row in enumerate(rows)], is_batch
+
+
+def _is_text(value: object) -> bool:
+    is_chat = isinstance(value, list) and value and isinstance(value[0], Mapping)
+    return isinstance(value, str) or bool(is_chat)
+
+
+def _split_ids(prompt: Prompt) -> tuple[list[Any], bool]:
+    try:
+        shape = np.shape(prompt)
+    except ValueError:  # ragged
+        return list(prompt), True
+    if len(shape) == 1 and not any(np.ndim(x) for x in prompt):
+        return [prompt], False
+    if len(shape) == 2:
+        return list(prompt), True
+    raise ValueError(f"prompt: got shape {shape}, allowed are ids [T] or a batch of those")
+
+
+def _check_ids(row: Any, index: int, vocab_size: int) -> np.ndarray:
+    ids = np.asarray(row)
+    if ids.size == 0:
+        raise ValueError(f"prompt: row {index} is empty, needs at least one token")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"prompt: row {index} has shape {ids.shape} and dtype {ids.dtype}, allowed are "
+            "integer ids [T]"
+        )
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"prompt: row {index} holds id {outside[0]}, allowed are 0 to {vocab_size - 1}"
+        )
+    return ids.astype(np.int32)

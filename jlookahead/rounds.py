@@ -1,0 +1,162 @@
+"""One decoding round: propose, pack, forward, verify, publish, observe.
+
+`decode_round` is pure. It returns the whole next state or nothing, so that text, K/V,
+window and pool can never disagree about what was emitted.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jlookahead.layout import Layout, at_stage
+from jlookahead.model import KVCache, KVRows, Params, TargetModel
+from jlookahead.sampling import select
+from jlookahead.state import EOS, RUNNING, Draft, RoundInfo, RoundState
+from jlookahead.strategy import Strategy
+from jlookahead.verify import Verdict, verify
+
+
+def decode_round(
+    model: TargetModel, strategy: Strategy, params: Params, state: RoundState
+) -> tuple[RoundState, RoundInfo]:
+    """Runs one round: one forward pass, at least one token for every row not yet done.
+
+    Args:
+        model, strategy: static.
+        params: of the model.
+        state: read-only; rows that are done pass through unchanged.
+    """
+    layout = strategy.layout
+    with jax.named_scope("propose"):
+        draft = strategy.propose(state)
+    with jax.named_scope("pack"):
+        rows = pack(layout, state, draft)
+    with jax.named_scope("forward"):
+        hidden, new_kv = model.forward(
+            params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
+        )
+        wanted = jnp.broadcast_to(rows.logit_rows, (hidden.shape[0], rows.logit_rows.shape[-1]))
+        logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
+    with jax.named_scope("verify"):
+        ordinary, jacobi, drafts = jnp.split(logits, [1, 1 + layout.num_jacobi], axis=1)
+        verdict = verify(
+            jnp.concatenate([ordinary, drafts], axis=1),
+            draft,
+            layout,
+            state.length - 1,
+            functools.partial(select, state.sampler),
+        )
+    with jax.named_scope("publish"):
+        after, num_emitted = publish(state, verdict, new_kv)
+    with jax.named_scope("observe"):
+        after = strategy.observe(state, after, jacobi)
+    return after, _report(state, draft, verdict, num_emitted, layout)
+
+
+@flax.struct.dataclass
+class PackedRows:
+    """What the network is fed. Without a warm-up, mask and logit rows have no batch axis."""
+
+    tokens: jax.Array  # [B, Q] int32
+    positions: jax.Array  # [B, Q] int32
+    mask: jax.Array  # [Q, Q] or [B, Q, Q] bool, True = attends
+    logit_rows: jax.Array  # [1 + J + R] or [B, 1 + J + R] int32
+
+
+def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
+    """Lays last token, window and drafts out as query rows."""
+    batch = state.tokens.shape[0]
+    parts = [state.last_token[:, None], draft.tokens]
+    stage = jnp.zeros(batch, jnp.int32)
+    if state.window is not None:
+        parts.insert(1, state.window.tokens.reshape(batch, -1))
+        stage = state.window.stage
+    source = jnp.broadcast_to(at_stage(layout.source, stage), (batch, layout.num_rows))
+    return PackedRows(
+        tokens=jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1),
+        positions=state.length[:, None] - 1 + at_stage(layout.offsets, stage),
+        mask=at_stage(layout.mask, stage),
+        logit_rows=at_stage(layout.logit_rows, stage),
+    )
+
+
+def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundState, jax.Array]:
+    """Commits what survives the stop conditions: tokens, K/V, length, finish reason.
+
+    The one place where a block is cut: at the first EOS in it and at the row's limit. Rows
+    that are done get nothing. Returns the state and the number of tokens emitted `[B]`.
+    """
+    max_emitted = verdict.emitted.shape[1]
+    index = jnp.arange(max_emitted)
+    num_emitted = jnp.minimum(verdict.num_accepted + 1, state.limit - state.length)
+    is_eos = jnp.isin(verdict.emitted, state.eos_ids) & (index < num_emitted[:, None])
+    has_eos = is_eos.any(axis=1)
+    num_emitted = jnp.where(has_eos, jnp.argmax(is_eos, axis=1) + 1, num_emitted)
+    num_emitted = jnp.where(state.done, 0, num_emitted).astype(jnp.int32)
+
+    length = state.length + num_emitted
+    reason = jnp.where(has_eos, EOS, jnp.where(length == state.limit, state.limit_reason, RUNNING))
+    kept = index < num_emitted[:, None]
+    return state.replace(
+        tokens=_write(state.tokens, jnp.where(kept, verdict.emitted, state.pad_id), state.length),
+        sources=_write(state.sources, jnp.where(kept, verdict.sources, 0), state.length),
+        length=length,
+        finish=jnp.where(state.done, state.finish, reason).astype(jnp.int32),
+        cache=commit(state.cache, new_kv, verdict.path, state.length - 1),
+        num_rounds=state.num_rounds + ~state.done,
+    ), num_emitted
+
+
+def commit(cache: KVCache, new_kv: KVRows, path: jax.Array, lengths: jax.Array) -> KVCache:
+    """Writes the K/V of the packed rows `path [B, M]` at the frontier `lengths [B]`.
+
+    The number of rows written is static. What lies beyond the accepted ones is garbage
+    beyond the frontier, which the next round overwrites.
+    """
+
+    def write(slots, rows):
+        return _write(slots, jnp.take_along_axis(rows, path[:, None, :, None], axis=2), lengths)
+
+    return KVCache(
+        keys=tuple(write(k, new) for k, (new, _) in zip(cache.keys, new_kv, strict=True)),
+        values=tuple(write(v, new) for v, (_, new) in zip(cache.values, new_kv, strict=True)),
+    )
+
+
+def _write(buffer: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    """Writes `block` into `buffer` from `start [B]` along the slot axis, row by row.
+
+    Slots are axis 1 of tokens `[B, T]` and axis 2 of K/V `[B, K, S, D]`. An update past the
+    end would be moved back over valid slots: capacity leaves a block of slack.
+    """
+    slot_axis = max(buffer.ndim - 2, 1)
+    for b in range(buffer.shape[0]):
+        row = lax.dynamic_slice_in_dim(block, b, 1, axis=0).astype(buffer.dtype)
+        at = [0] * buffer.ndim
+        at[0] = b
+        at[slot_axis] = start[b]
+        buffer = lax.dynamic_update_slice(buffer, row, at)
+    return buffer
+
+
+def _report(
+    state: RoundState, draft: Draft, verdict: Verdict, num_emitted: jax.Array, layout: Layout
+) -> RoundInfo:
+    active = ~state.done
+    kept = jnp.arange(layout.max_emitted) < num_emitted[:, None]
+    is_root = jnp.array([parent < 0 for parent in layout.parents], bool)
+    return RoundInfo(
+        num_emitted=num_emitted,
+        emitted=jnp.where(kept, verdict.emitted, state.pad_id),
+        sources=jnp.where(kept, verdict.sources, 0),
+        num_accepted=jnp.clip(verdict.num_accepted, 0, jnp.maximum(num_emitted - 1, 0)),
+        num_candidates=jnp.where(active, (draft.valid & is_root).sum(axis=1), 0),
+        draft=draft,
+        winner=jnp.where(active, verdict.winner, -1),
+        parents=layout.parents,
+    )

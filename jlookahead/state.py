@@ -1,0 +1,99 @@
+"""The state a round maps to the next state, and the report of what the round did."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jlookahead.model import KVCache
+from jlookahead.ngram_pool import NgramPool
+from jlookahead.sampling import Sampler
+from jlookahead.window import Window
+
+# Why a row stopped, by code; code 0 is a row that still runs.
+RUNNING, EOS, LENGTH, CACHE_FULL = range(4)
+FINISH_REASONS = (None, "eos", "length", "cache_full")
+
+# Where an emitted token came from, by code.
+FROM_MODEL, FROM_NGRAM = range(2)
+SOURCES = ("model", "ngram")
+
+
+@flax.struct.dataclass
+class RoundState:
+    """Everything a generation carries from round to round. All of it is per batch row.
+
+    After every round `length - 1` tokens have committed K/V: the last one is the ordinary
+    row of the next round. Shapes: B batch rows, T token and cache slots.
+    """
+
+    # evolving
+    tokens: jax.Array  # [B, T] int32, prompt, output, then pad ids
+    sources: jax.Array  # [B, T] int8, source code of every emitted token
+    length: jax.Array  # [B] int32, tokens committed, prompt included
+    finish: jax.Array  # [B] int32, finish code
+    cache: KVCache
+    # memory of the proposer; None where the strategy has none
+    window: Window | None
+    pool: NgramPool | None
+    # constant through a call
+    prompt_len: jax.Array  # [B] int32
+    limit: jax.Array  # [B] int32, length at which the row stops
+    limit_reason: jax.Array  # [B] int32, finish code of reaching it
+    eos_ids: jax.Array  # [E] int32, padded with -1
+    pad_id: jax.Array  # [] int32
+    sampler: Sampler | None  # None is greedy
+    # counters
+    num_rounds: jax.Array  # [B] int32
+
+    @property
+    def done(self) -> jax.Array:
+        """`[B]` bool."""
+        return self.finish != RUNNING
+
+    @property
+    def last_token(self) -> jax.Array:
+        """`[B]` int32, the ordinary row's token."""
+        return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]
+
+
+@flax.struct.dataclass
+class Draft:
+    """Draft tokens on the static forest of the layout. Shapes: R draft rows."""
+
+    tokens: jax.Array  # [B, R] int32
+    valid: jax.Array  # [B, R] bool
+    sources: jax.Array  # [B, R] int8, source code
+
+
+@flax.struct.dataclass
+class RoundInfo:
+    """What one round did. Rows that were already done report zero tokens and rounds.
+
+    M is the most a round can emit: the accepted drafts and the target's own token.
+    """
+
+    num_emitted: jax.Array  # [B] int32, 0..M
+    emitted: jax.Array  # [B, M] int32, pad ids beyond `num_emitted`
+    sources: jax.Array  # [B, M] int8, source code of every emitted token
+    num_accepted: jax.Array  # [B] int32, accepted length: emitted tokens beyond the first
+    num_candidates: jax.Array  # [B] int32, draft sequences that were verified
+    draft: Draft
+    winner: jax.Array  # [B] int32, draft row accepted last, -1 if none
+    parents: tuple[int, ...] = flax.struct.field(pytree_node=False)  # [R], see `Layout`
+
+    def candidates(self, row: int = 0) -> list[list[int]]:
+        """The draft sequences one batch row verified, root to leaf, in order (on the host)."""
+        tokens, valid = np.asarray(self.draft.tokens)[row], np.asarray(self.draft.valid)[row]
+        extended = {p for p, ok in zip(self.parents, valid, strict=True) if ok}
+        sequences = []
+        for leaf in range(len(tokens)):
+            if not valid[leaf] or leaf in extended:
+                continue
+            path = [leaf]
+            while self.parents[path[-1]] >= 0:
+                path.append(self.parents[path[-1]])
+            sequences.append(tokens[path[::-1]].tolist())
+        return sequences
