@@ -86,9 +86,9 @@ class Config:
         check_int("pad_token_id", self.pad_token_id, 0)
         if self.cache_len is not None:
             check_int("cache_len", self.cache_len, 1)
-        for name in ("layout", "start", "propose", "observe"):
-            if not hasattr(self.strategy, name):
-                raise ValueError(
-                    f"strategy: got {self.strategy!r}, allowed is a strategy object such as "
-                    "Lookahead() or Autoregressive()"
-                )
+        parts = ("layout", "start", "propose", "observe")
+        if isinstance(self.strategy, type) or not all(hasattr(self.strategy, p) for p in parts):
+            raise ValueError(
+                f"strategy: got {self.strategy!r}, allowed is a strategy object such as "
+                "Lookahead() or Autoregressive()"
+            )

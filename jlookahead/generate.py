@@ -194,7 +194,7 @@ def prepare(
     padded = np.full((len(rows), padded_len), cfg.pad_token_id, np.int32)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
-    eos_ids = np.full(-(-len(cfg.eos_token_ids) // _EOS_SLOTS) * _EOS_SLOTS, -1, np.int32)
+    eos_ids = np.full((len(cfg.eos_token_ids) // _EOS_SLOTS + 1) * _EOS_SLOTS, -1, np.int32)
     eos_ids[: len(cfg.eos_token_ids)] = cfg.eos_token_ids
     return Call(
         model=model,
@@ -383,7 +383,9 @@ def _collect(progress: Progress, call: Call, tokenizer: Any) -> Result:
         tokens=tokens,
         text=text,
         num_rounds=num_rounds,
-        tokens_per_round=[len(t) / n if n else 0.0 for t, n in zip(tokens, num_rounds)],
+        tokens_per_round=[
+            len(t) / n if n else 0.0 for t, n in zip(tokens, num_rounds, strict=True)
+        ],
         finish_reason=[FINISH_REASONS[code] for code in progress.finish],
         sources=sources,
     )

@@ -158,7 +158,9 @@ def build_layout(
         source=source,
         offsets=rows["offset"],
         mask=np.stack([_visibility(stage_rows, parents) for stage_rows in rows]),
-        logit_rows=np.stack([_logit_rows(r, s, num_jacobi) for r, s in zip(rows, stages)]),
+        logit_rows=np.stack(
+            [_logit_rows(r, s, num_jacobi) for r, s in zip(rows, stages, strict=True)]
+        ),
         parents=parents,
         num_jacobi=num_jacobi,
         max_accepted=max(depth, default=0) if max_accepted is None else max_accepted,

@@ -104,7 +104,7 @@ class Lookahead:
         return lax.fori_loop(0, -(-num_ngrams // _PROMPT_BLOCK), insert_block, pool)
 
     def _text_ngrams(self, state: RoundState, last: jax.Array, end: jax.Array):
-        """The n-grams whose last token stands at index `last`, `[M]` or `[B, M]`, below `end [B]`."""
+        """N-grams whose last token stands at index `last`, `[M]` or `[B, M]`, before `end [B]`."""
         first = jnp.broadcast_to(last, (state.tokens.shape[0], last.shape[-1])) - self.ngram + 1
         valid = (first >= 0) & (first + self.ngram <= end[:, None])
         index = jnp.maximum(first, 0)[..., None] + jnp.arange(self.ngram)

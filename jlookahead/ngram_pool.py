@@ -31,7 +31,7 @@ class NgramPool:
     stamps: jax.Array  # [B, Z, Y] int32, when the key was last inserted; -1 where free
     suffixes: jax.Array  # [B, Z, Y, G, S] int32, least recent first
     counts: jax.Array  # [B, Z, Y] int32, suffixes held, 0..G
-    clock: jax.Array  # [B] int32, n-grams offered so far
+    clock: jax.Array  # [B] int32, above every stamp
 
     def lookup(self, token: int, row: int = 0) -> list[list[int]]:
         """The suffixes stored under `token`, least recent first (for inspection, on the host)."""
@@ -131,7 +131,7 @@ def _insert_row(pool: NgramPool, keys, suffixes, valid) -> NgramPool:
         stamps=write(pool.stamps, pool.clock + order),
         suffixes=write(pool.suffixes, merged),
         counts=write(pool.counts, count),
-        clock=pool.clock + num_new,
+        clock=pool.clock + jnp.where(valid.any(), num_new, 0),
     )
 
 

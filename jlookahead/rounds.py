@@ -102,12 +102,17 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
     length = state.length + num_emitted
     reason = jnp.where(has_eos, EOS, jnp.where(length == state.limit, state.limit_reason, RUNNING))
     kept = index < num_emitted[:, None]
+    # A row that emits nothing writes into the slack at the end. That the slot is known only
+    # after the logits also lets XLA:CPU order the write after every read of the cache, and
+    # so do it in place; it copies the whole cache otherwise.
+    slack = state.tokens.shape[1] - max_emitted
+    frontier = jnp.where(num_emitted > 0, state.length - 1, slack)
     return state.replace(
         tokens=_write(state.tokens, jnp.where(kept, verdict.emitted, state.pad_id), state.length),
         sources=_write(state.sources, jnp.where(kept, verdict.sources, 0), state.length),
         length=length,
         finish=jnp.where(state.done, state.finish, reason).astype(jnp.int32),
-        cache=commit(state.cache, new_kv, verdict.path, state.length - 1),
+        cache=commit(state.cache, new_kv, verdict.path, frontier),
         num_rounds=state.num_rounds + ~state.done,
     ), num_emitted
 

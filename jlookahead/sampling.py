@@ -55,13 +55,15 @@ def select(sampler: Sampler | None, logits: jax.Array, positions: jax.Array) -> 
 
 def filter_logits(sampler: Sampler, logits: jax.Array) -> jax.Array:
     """Temperature, then top-k, top-p and min-p in HF's order; `[B, V]`, -inf where excluded."""
-    logits = logits / sampler.temperature
+    # Below the floors, which mean the argmax already, float32 overflows or is zero.
+    logits = logits / jnp.maximum(sampler.temperature, 1e-30)
     vocab_size = logits.shape[-1]
     top_k = jnp.where(sampler.top_k > 0, sampler.top_k, vocab_size)
     logits = _keep_least(logits, lambda kept: kept.sum(axis=-1) >= top_k)
     probabilities = jax.nn.softmax(logits, axis=-1)
     # At top_p = 1 rounding must not cut the tail.
-    top_p = jnp.where(sampler.top_p < 1, sampler.top_p, jnp.inf)
+    top_p = jnp.maximum(sampler.top_p, jnp.finfo(jnp.float32).tiny)
+    top_p = jnp.where(top_p < 1, top_p, jnp.inf)
     logits = _keep_least(
         logits, lambda kept: jnp.where(kept, probabilities, 0.0).sum(axis=-1) >= top_p
     )
@@ -93,6 +95,6 @@ def _keep_least(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) 
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """int32 that sort as the float32 do."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
+    """int32 that sort as the float32 do, -0 as 0."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)

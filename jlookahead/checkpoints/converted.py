@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jlookahead.checkpoints.defaults import Defaults
+from jlookahead.checkpoints.errors import first_line
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.loaded_model import LoadedModel
 from jlookahead.checkpoints.params import Progress, require_finite
@@ -48,8 +49,9 @@ def read_converted(folder: Path, dtype: str, progress: Progress) -> LoadedModel:
             of the model.
     """
     config, defaults = _parse_manifest(folder / MANIFEST, dtype)
+    tokenizer = read_tokenizer(folder)
     params = _read_params(folder / _PARAMS, config, progress)
-    return LoadedModel(params, config, read_tokenizer(folder), defaults)
+    return LoadedModel(params, config, tokenizer, defaults)
 
 
 def _parse_manifest(path: Path, dtype: str) -> tuple[ModelConfig, Defaults]:
@@ -114,5 +116,4 @@ def _require_same_tree(path: Path, abstract: Params, stored: Any) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-    return ValueError(f"{path}: not a readable Orbax checkpoint: {reason}")
+    return ValueError(f"{path}: not a readable Orbax checkpoint: {first_line(error)}")

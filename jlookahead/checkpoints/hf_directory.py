@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 
 from jlookahead.checkpoints.defaults import merge_defaults
+from jlookahead.checkpoints.errors import first_line
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.loaded_model import LoadedModel
 from jlookahead.checkpoints.params import Progress, StoredTensor, fill_params
@@ -27,8 +28,8 @@ def read_hf_directory(folder: Path, dtype: str, progress: Progress) -> LoadedMod
         FileNotFoundError: `config.json` or weights missing.
         ValueError: an unsupported configuration, or files that contradict each other.
     """
-    config = parse_config(folder / CONFIG, dtype)
-    params = fill_params(read_tensors(folder), config, folder, progress)
+    config = _parse_config(folder / CONFIG, dtype)
+    tensors = _read_tensors(folder)
     tokenizer = read_tokenizer(folder)
     sources = [
         (str(folder / name), read_json(folder / name))
@@ -39,10 +40,12 @@ def read_hf_directory(folder: Path, dtype: str, progress: Progress) -> LoadedMod
         names = ("eos_token_id", "pad_token_id", "bos_token_id")
         fields = {name: getattr(tokenizer, name) for name in names}
         sources.append((f"tokenizer of {folder}", fields))
-    return LoadedModel(params, config, tokenizer, merge_defaults(sources, config.vocab_size))
+    defaults = merge_defaults(sources, config.vocab_size)
+    params = fill_params(tensors, config, folder, progress)
+    return LoadedModel(params, config, tokenizer, defaults)
 
 
-def parse_config(path: Path, dtype: str) -> ModelConfig:
+def _parse_config(path: Path, dtype: str) -> ModelConfig:
     fields = read_json(path)
     try:
         return from_hf_config(fields, dtype)
@@ -61,7 +64,7 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(set(_weight_map(folder / INDEX).values()))
 
 
-def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the weight files by name; reads headers only.
 
     Raises:
@@ -95,7 +98,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map must be a non-empty object")
     for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise ValueError(f"{index}: got {file!r}, must be the name of a file beside the index")
     return weight_map
 
@@ -117,7 +120,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         handle = safe_open(file, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{file}: not a complete safetensors file: {error}") from error
+        raise ValueError(f"{file}: not a complete safetensors file: {first_line(error)}") from error
     tensors = {}
     for name in handle.keys():
         info = handle.get_slice(name)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from jlookahead.checkpoints import hf_directory
+from jlookahead.checkpoints.errors import first_line
 
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _SMALL_FILES = (
@@ -33,33 +34,46 @@ def snapshot(repo_id: str) -> Path:
 
     Raises:
         FileNotFoundError: no such repository, or it is not cached and the hub is out of reach.
-        ValueError: the repository is gated and its terms have not been accepted.
+        ValueError: the repository is gated and its terms have not been accepted, or the download
+            fails.
     """
-    from huggingface_hub import errors
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        folder = _snapshot(repo_id, local_files_only=True)
-        if all((folder / name).is_file() for name in hf_directory.weight_files(folder)):
-            return folder
-    except errors.LocalEntryNotFoundError:
-        pass
-    try:
-        return _snapshot(repo_id, local_files_only=False)
-    except errors.GatedRepoError as error:
+        return _cached_snapshot(repo_id) or _snapshot(repo_id, local_files_only=False)
+    except GatedRepoError as error:
         raise ValueError(
             f"{repo_id}: a gated repository; accept its terms on its hub page and log in with "
             "`hf auth login`"
         ) from error
-    except errors.RepositoryNotFoundError as error:
+    except RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"{repo_id}: no such file or directory, and no such hub repository (a private one "
             "needs `hf auth login`)"
         ) from error
-    except (OSError, errors.HfHubHTTPError) as error:
+    except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{repo_id}: no such file or directory, not in the local hub cache, and the hub "
-            f"cannot be reached ({type(error).__name__})"
+            f"{repo_id}: no such file or directory, not all in the local hub cache, and the hub "
+            "is out of reach or switched off"
         ) from error
+    except Exception as error:  # of HTTP, of the disk, of a malformed id
+        raise ValueError(f"{repo_id}: not fetched from the hub: {first_line(error)}") from error
+
+
+def _cached_snapshot(repo_id: str) -> Path | None:
+    """The snapshot in the local cache, or None if that lacks what a model needs."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = _snapshot(repo_id, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    names = [hf_directory.CONFIG, *hf_directory.weight_files(folder)]
+    return folder if all((folder / name).is_file() for name in names) else None
 
 
 def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
@@ -67,9 +81,7 @@ def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(names: list[str]) -> Path:
-        folder = snapshot_download(
-            repo_id, allow_patterns=names, local_files_only=local_files_only
-        )
+        folder = snapshot_download(repo_id, allow_patterns=names, local_files_only=local_files_only)
         return Path(folder)
 
     folder = fetch(list(_SMALL_FILES))

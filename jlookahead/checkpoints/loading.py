@@ -46,13 +46,12 @@ def load_with_progress(
         raise ValueError(f"dtype: got {dtype!r}, allowed are {', '.join(DTYPES)}")
     path = _locate(path_or_id)
     if path.is_dir():
-        is_converted = (path / converted.MANIFEST).is_file()
-        read = converted.read_converted if is_converted else hf_directory.read_hf_directory
-    elif path.suffix == ".gguf":
-        read = gguf_file.read_gguf
-    else:
-        raise ValueError(f"{path}: not a checkpoint, which is a directory or a .gguf file")
-    return read(path, dtype, progress)
+        if (path / converted.MANIFEST).is_file():
+            return converted.read_converted(path, dtype, progress)
+        return hf_directory.read_hf_directory(path, dtype, progress)
+    if path.suffix == ".gguf":
+        return gguf_file.read_gguf(path, dtype, progress)
+    raise ValueError(f"{path}: not a checkpoint, which is a directory or a .gguf file")
 
 
 def _locate(path_or_id: str | Path | None) -> Path:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jlookahead.checkpoints.errors import first_line
+
 # A transformers `PreTrainedTokenizerFast`. Not imported for the annotation: that takes a second.
 Tokenizer = Any
 
@@ -41,5 +43,6 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     try:
         return kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the parsers of several libraries raise
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"{folder}: the tokenizer cannot be read: {reason}") from error
+        name = "tokenizer.json" if fast else "tokenizer.model (needs the sentencepiece package)"
+        message = f"{folder}: cannot read {name}: {first_line(error)}"
+        raise ValueError(message) from error

@@ -1,0 +1,1 @@
+"""Converting checkpoints: `python -m checkpoints_convert`."""

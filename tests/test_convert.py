@@ -1,0 +1,181 @@
+"""`python -m checkpoints_convert from-hf`: an Orbax checkpoint, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import checkpoints as files
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from checkpoints_convert.__main__ import main
+from jlookahead import checkpoints
+from jlookahead.checkpoints import converted
+from jlookahead.model_config import DTYPES
+
+CONFIG = files.hf_config(
+    num_hidden_layers=1,
+    vocab_size=300,
+    rope_scaling={
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = files.write_hf(tmp_path / "source", CONFIG, files.random_tensors(CONFIG))
+    files.tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def converted_folder(source, tmp_path):
+    assert main(["from-hf", str(source), str(tmp_path / "new")]) == 0
+    return tmp_path / "new"
+
+
+def refusal(folder, error=ValueError) -> str:
+    with pytest.raises(error) as caught:
+        checkpoints.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    return message
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conversion_keeps_everything(source, tmp_path, stored, dtype):
+    assert main(["from-hf", str(source), str(tmp_path / "new"), "--dtype", stored]) == 0
+    actual = checkpoints.load(tmp_path / "new", dtype=dtype)
+    expected = checkpoints.load(source, dtype=stored)
+    params = files.named_params(actual)
+    assert params.keys() == files.named_params(expected).keys()
+    for name, array in files.named_params(expected).items():
+        assert params[name].dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(params[name], array.astype(dtype), err_msg=name)
+    assert actual.config == checkpoints.load(source, dtype=dtype).config
+    assert actual.defaults == expected.defaults
+    text = "the hat sat\n1984 ünï</s>"
+    assert actual.tokenizer.encode(text) == expected.tokenizer.encode(text)
+    assert actual.tokenizer.chat_template == expected.tokenizer.chat_template
+
+
+def test_what_was_converted_converts_again(converted_folder, tmp_path):
+    assert main(["from-hf", str(converted_folder), str(tmp_path / "again")]) == 0
+    again = files.named_params(checkpoints.load(tmp_path / "again"))
+    for name, array in files.named_params(checkpoints.load(converted_folder)).items():
+        np.testing.assert_array_equal(again[name], array, err_msg=name)
+
+
+def test_command_line(source, tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "checkpoints_convert", "from-hf", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = run(source, tmp_path / "new")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert checkpoints.load(tmp_path / "new").tokenizer is not None
+    for failed in (
+        run(source, tmp_path / "new"),
+        run(tmp_path / "nowhere", tmp_path / "other"),
+    ):
+        assert failed.returncode == 2
+        assert len(failed.stderr.splitlines()) == 1 and str(tmp_path) in failed.stderr
+    assert not (tmp_path / "other").exists()
+    assert run(source, tmp_path / "other", "--dtype", "int8").returncode == 2
+
+
+def test_existing_destination_is_left_alone(source, tmp_path, capsys):
+    (tmp_path / "new").mkdir()
+    assert main(["from-hf", str(source), str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == f"checkpoints_convert: {tmp_path / 'new'}: exists already\n"
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_failure_leaves_nothing_behind(source, tmp_path, monkeypatch, error):
+    def fail(model, folder):
+        (folder / "half").touch()
+        raise error
+
+    monkeypatch.setattr(converted, "write_converted", fail)
+    before = sorted(tmp_path.iterdir())
+    if isinstance(error, OSError):
+        assert main(["from-hf", str(source), str(tmp_path / "new")]) == 2
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            main(["from-hf", str(source), str(tmp_path / "new")])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# --- directories that were tampered with ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format=2), "format: got 2, supported is 1"),
+        (lambda m: m.pop("model"), "field 'model' is missing"),
+        (lambda m: m["model"].pop("rope"), "field 'rope' is missing"),
+        (lambda m: m["model"].pop("hidden_size"), "'hidden_size'"),
+        (lambda m: m["model"].update(extra=1), "'extra'"),
+        (lambda m: m["model"].update(head_dim=15), "head_dim: got 15"),
+        (lambda m: m["model"]["rope"].update(type="su"), "rope type: got 'su'"),
+        (lambda m: m["defaults"].update(eos=1), "'eos'"),
+        (lambda m: m["model"].update(hidden_size=64), "'embed_tokens.weight'"),
+        (lambda m: m["model"].update(num_hidden_layers=2), "is missing"),
+        (lambda m: m["model"].update(tie_word_embeddings=True), "'lm_head.weight'"),
+    ],
+)
+def test_tampered_manifest(converted_folder, change, message):
+    file = converted_folder / "jlookahead.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+    assert message in refusal(converted_folder)
+
+
+def test_manifest_that_is_no_json(converted_folder):
+    (converted_folder / "jlookahead.json").write_text("{")
+    assert "jlookahead.json: invalid JSON" in refusal(converted_folder)
+
+
+def rewrite_params(folder, change):
+    with ocp.StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(folder / "params")
+        change(params)
+        checkpointer.save(folder / "params", params, force=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.pop("lm_head"), "tensor 'lm_head.weight' is missing"),
+        (lambda p: p.update(more={"weight": np.ones(3)}), "tensor 'more.weight'"),
+        (lambda p: p["norm"].update(weight=np.ones(3, np.float32)), "tensor 'norm.weight'"),
+        (lambda p: p["norm"].update(weight=np.ones(32, np.int32)), "dtype is int32"),
+        (lambda p: p["norm"].update(weight=np.full(32, np.nan, np.float32)), "'norm.weight'"),
+    ],
+)
+def test_tampered_params(converted_folder, change, message):
+    rewrite_params(converted_folder, change)
+    assert message in refusal(converted_folder)
+
+
+def test_damaged_params(converted_folder):
+    largest = max((converted_folder / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    assert "not a readable Orbax checkpoint" in refusal(converted_folder)
+
+
+def test_missing_params(converted_folder):
+    (converted_folder / "params").rename(converted_folder / "elsewhere")
+    assert "not a readable Orbax checkpoint" in refusal(converted_folder)
