@@ -37,9 +37,9 @@ class RecordedArgmaxes:
 
 
 def answers(run: dict) -> np.ndarray:
-    """`[length + 1, Q]`: what the run recorded, on the rows of our layout."""
+    """`[length, Q]`: what the run recorded, on the rows of our layout."""
     layout = golden.strategy_of(run).layout
-    table = np.zeros((len(run["untruncated_ids"]) + 1, layout.num_rows), np.int32)
+    table = np.zeros((1024, layout.num_rows), np.int32)  # one size: one program per W, N, G
     for step in run["steps"]:
         rows = layout.rows[step["fill_level"]]
         answer = table[step["seq_len_before"] - 1]
@@ -86,5 +86,7 @@ def test_every_recorded_state_is_reproduced(path):
             assert golden.pool_digest(state.pool.as_dict()) == steps[k + 1]["pool_digest"]
             assert state.pool.lookup(int(state.last_token[0])) == steps[k + 1]["bucket"]
     assert k + 1 == len(steps)
-    assert golden.pool_digest(state.pool.as_dict()) == run["final_pool_digest"]
+    if run["untruncated_ids"] == run["final_ids"]:
+        # Otherwise the official pool has seen tokens that were cut off afterwards.
+        assert golden.pool_digest(state.pool.as_dict()) == run["final_pool_digest"]
     assert state.tokens[0, : state.length[0]].tolist() == run["final_ids"]

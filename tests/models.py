@@ -1,0 +1,81 @@
+"""Models for the tests: tiny random LLaMAs, and stubs whose right answer is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jlookahead as jl
+
+TINY = jl.ModelConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=1024,
+)
+
+
+@functools.lru_cache(maxsize=8)
+def tiny_params(seed: int, config: jl.ModelConfig = TINY):
+    """Random weights, large enough that greedy text is neither constant nor near a tie."""
+    params = jl.LlamaModel(config).init_params(jax.random.key(seed))
+    return jax.tree.map(lambda w: w * 10 if w.ndim == 2 else w, params)
+
+
+def plain(params, prompt, cfg: jl.Config, **kwargs) -> jl.Result:
+    """The oracle: the same call under plain decoding."""
+    plain_cfg = dataclasses.replace(cfg, strategy=jl.Autoregressive())
+    return jl.generate(params, prompt, plain_cfg, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class SuccessorTable:
+    """Greedy text follows `params [V]`: after token t comes `params[t]`, whatever was before."""
+
+    vocab_size: int
+    max_position_embeddings: int = 4096
+
+    def init_cache(self, batch, num_slots):
+        return jl.KVCache(keys=(), values=())
+
+    def forward(self, params, tokens, positions, workspace_mask, cache, lengths):
+        return params[tokens][..., None], ()
+
+    def logits(self, params, hidden):
+        return 20.0 * jax.nn.one_hot(hidden[..., 0], self.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeakProbe:
+    """The next token is a hash of the sum of every visible (token, position), so that one
+    row seen too many, too few or at the wrong place changes the text at once. The cache holds
+    what was summed, so that a wrong commit shows too."""
+
+    vocab_size: int
+    max_position_embeddings: int = 4096
+
+    def init_cache(self, batch, num_slots):
+        return jl.KVCache(
+            keys=(jnp.zeros((batch, 1, num_slots, 1)),),
+            values=(jnp.zeros((batch, 1, num_slots, 1)),),
+        )
+
+    def forward(self, params, tokens, positions, workspace_mask, cache, lengths):
+        weight = ((tokens + 1) * (positions % 13 + 1)).astype(jnp.float32)
+        slots = jnp.arange(cache.keys[0].shape[2])
+        committed = jnp.where(slots < lengths[:, None], cache.keys[0][:, 0, :, 0], 0.0)
+        mask = jnp.broadcast_to(workspace_mask, (*tokens.shape, tokens.shape[1]))
+        total = committed.sum(axis=1)[:, None] + (mask * weight[:, None, :]).sum(axis=2)
+        rows = weight[:, None, :, None]
+        return total[..., None], ((rows, rows),)
+
+    def logits(self, params, hidden):
+        # A small range, so that n-grams recur and drafts are accepted.
+        return jax.nn.one_hot(hidden[..., 0].astype(jnp.int32) * 7 % 5, self.vocab_size)

@@ -1,0 +1,197 @@
+"""Every mistake a caller can make is a `ValueError` naming field and value, before compiling."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import TINY, tiny_params
+from test_discipline import count_compilations
+
+import jlookahead as jl
+from jlookahead.model_config import from_hf_config
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ([], "row 0 is empty"),
+        ([[1], []], "row 1 is empty"),
+        ("text", "needs a tokenizer"),
+        ([{"role": "user", "content": "hi"}], "needs a tokenizer"),
+        ([1, 97], "holds id 97, allowed are 0 to 96"),
+        ([1, -1], "holds id -1"),
+        ([[1, 2], [3, 500]], "row 1 holds id 500"),
+        ([0.5, 1.0], "integer ids"),
+        (np.zeros((1, 2, 3), int), "shape"),
+        (jnp.zeros((2, 3, 4)), "shape"),
+        (7, "shape"),
+        (None, "shape"),
+        ([[1, 2], "text"], "prompt"),
+    ],
+)
+def test_prompts(prompt, message):
+    with count_compilations() as count, pytest.raises(ValueError, match=message):
+        jl.generate(tiny_params(0), prompt, jl.Config(model=TINY))
+    assert count[0] == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens: got -1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: got 1.5"),
+        ({"max_new_tokens": True}, "max_new_tokens: got True"),
+        ({"eos_token_ids": [2]}, "eos_token_ids"),
+        ({"eos_token_ids": (-2,)}, "eos_token_ids: got -2"),
+        ({"pad_token_id": None}, "pad_token_id: got None"),
+        ({"cache_len": 0}, "cache_len: got 0"),
+        ({"strategy": "lookahead"}, "strategy: got 'lookahead'"),
+        ({"strategy": jl.Lookahead}, "strategy"),
+    ],
+)
+def test_config(options, message):
+    with pytest.raises(ValueError, match=message):
+        jl.Config(model=TINY, **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_new_tokens": 1022}, "max_new_tokens: got 1022 after a prompt of 3 tokens"),
+        ({"cache_len": 2}, "cache_len: got 2, the prompt alone has 3"),
+        ({"eos_token_ids": (97,)}, "eos_token_ids: got 97"),
+    ],
+)
+def test_calls(options, message):
+    with count_compilations() as count, pytest.raises(ValueError, match=message):
+        jl.generate(tiny_params(0), [1, 2, 3], jl.Config(model=TINY, **options))
+    assert count[0] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 0},
+        {"window": 2.0},
+        {"window": 257},
+        {"ngram": 1},
+        {"ngram": 33},
+        {"ngram": 2, "reference": True},
+        {"candidates": 0},
+        {"candidates": -1},
+        {"pool_capacity": 0},
+    ],
+)
+def test_lookahead_knobs(options):
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"{name}: got {options[name]}"):
+        jl.Lookahead(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 2},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
+)
+def test_sampling(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        jl.Sampling(**options)
+
+
+@pytest.mark.parametrize("row_ids", [[], [1, 2], [-1], [2**31]])
+def test_row_ids(row_ids):
+    with pytest.raises(ValueError, match="row_ids"):
+        jl.generate(tiny_params(0), [1], jl.Config(model=TINY), row_ids=row_ids)
+
+
+@pytest.mark.parametrize(
+    "strategy, window, message",
+    [
+        (jl.Lookahead(4, 3, 2), [1, 2, 3, 4], "reference=True"),
+        (jl.Autoregressive(), [1], "reference=True"),
+        (jl.Lookahead(4, 3, 2, reference=True), [1, 2, 3], r"W\+N-3 = 4"),
+        (jl.Lookahead(4, 3, 2, reference=True), [1, 2, 3, 97], "0 to 96"),
+        (jl.Lookahead(4, 3, 2, reference=True), [1, 2, 3, 4.5], "dtype"),
+    ],
+)
+def test_initial_window(strategy, window, message):
+    cfg = jl.Config(model=TINY, strategy=strategy)
+    with pytest.raises(ValueError, match=message):
+        next(jl.iter_rounds(tiny_params(0), [1, 2], cfg, initial_window=window))
+
+
+def test_a_batch_cannot_be_streamed():
+    with pytest.raises(ValueError, match="batch of 2 rows"):
+        jl.stream(tiny_params(0), [[1], [2]], jl.Config(model=TINY))
+
+
+def test_a_model_is_needed():
+    with pytest.raises(ValueError, match="model"):
+        jl.generate(None, [1], jl.Config())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "mamba"}, "model_type: got 'mamba'"),
+        ({"model_type": None}, "model_type: got None"),
+        ({"attention_bias": True}, "attention_bias: got True"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"vocab_size": None}, "vocab_size: missing"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: got 0"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim: got 7"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type: got 'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type: got 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor: got 0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "beta"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps: got 0.0"),
+    ],
+)
+def test_hf_configs(changes, message):
+    assert from_hf_config(HF).vocab_size == 97
+    with pytest.raises(ValueError, match=message):
+        from_hf_config({**HF, **changes})
+
+
+def test_dtype():
+    with pytest.raises(ValueError, match="dtype: got 'int8'"):
+        from_hf_config(HF, dtype="int8")
+
+
+def test_a_full_cache_ends_a_row():
+    """Not an error: the row stops with a reason, at exactly the capacity asked for."""
+    cfg = jl.Config(model=TINY, cache_len=8, max_new_tokens=50)
+    out = jl.generate(tiny_params(0), [[1, 2, 3], [4] * 8], cfg)
+    assert [len(row) for row in out.tokens] == [5, 0]
+    assert out.finish_reason == ["cache_full", "cache_full"]
+    unlimited = jl.generate(tiny_params(0), [1, 2, 3], jl.Config(model=TINY, max_new_tokens=50))
+    assert out.tokens[0] == unlimited.tokens[:5]

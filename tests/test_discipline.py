@@ -1,0 +1,153 @@
+"""What the compiled programs must not do: recompile, copy the cache, talk to the host."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+from models import TINY, tiny_params
+
+import jlookahead as jl
+from jlookahead.generate import prepare, run_rounds
+
+STRATEGIES = [jl.Autoregressive(), jl.Lookahead(5, 4, 3)]
+BATCHES = [[[1, 2, 3]], [[1, 2, 3], [4], [5] * 9]]
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """Counts every XLA compilation, also of eager operations, while it is open."""
+    count = [0]
+
+    def listen(event: str, duration: float, **_):
+        count[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield count
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def compile_round_loop(strategy, prompts, max_new_tokens=1000):
+    params = tiny_params(0)
+    cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=max_new_tokens)
+    call = prepare(prompts, cfg, None, None, None)
+    state = call.start(params, None)
+    args = (call.model, strategy, params, state, np.int32(1))
+    return run_rounds.lower(*args).compile(), state
+
+
+def nbytes(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_programs_compile_once_per_bucket():
+    params = tiny_params(0)
+
+    def run(length, budget, temperature=0.0, eos=()):
+        cfg = jl.Config(
+            model=TINY,
+            strategy=jl.Lookahead(3, 3, 2, pool_capacity=64),
+            max_new_tokens=budget,
+            eos_token_ids=eos,
+            sampling=jl.Sampling(temperature=temperature, seed=length),
+        )
+        jl.generate(params, [1 + i % 90 for i in range(length)], cfg)
+
+    with count_compilations() as count:
+        for length in (16, 32, 64):  # the prefill buckets
+            run(length, 100)
+            run(length, 100, temperature=1.0)
+        assert count[0] > 0, "the listener hears nothing"
+        warm = count[0]
+        # Lengths up to one bucket's end, budgets within one cache bucket.
+        for length in range(1, 41):
+            for budget in (1, 10, 100, 150, 200):
+                run(
+                    length,
+                    budget,
+                    temperature=0.7 if length % 2 else 0.0,
+                    eos=(length,) * (budget % 3),
+                )
+        assert count[0] == warm
+
+
+@pytest.mark.parametrize("prompts", BATCHES, ids=["one", "batch"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["plain", "lookahead"])
+def test_the_loop_never_talks_to_the_host(strategy, prompts):
+    compiled, state = compile_round_loop(strategy, prompts)
+    text = compiled.as_text()
+    assert "while(" in text
+    for word in ("infeed", "outfeed", "callback", "send(", "recv("):
+        assert word not in text
+    params, rounds = tiny_params(0), jax.device_put(np.int32(1000))
+    with jax.transfer_guard("disallow"):
+        run_rounds(jl.LlamaModel(TINY), strategy, params, state, rounds)
+
+
+def test_a_generation_is_two_dispatches(monkeypatch):
+    module = sys.modules["jlookahead.generate"]  # the package's attribute is the function
+    calls = []
+    for name in ("_start", "run_rounds"):
+        program = getattr(module, name)
+
+        def counted(*args, program=program, name=name):
+            calls.append(name)
+            return program(*args)
+
+        monkeypatch.setattr(module, name, counted)
+    cfg = jl.Config(model=TINY, max_new_tokens=64)
+    assert jl.generate(tiny_params(0), [1, 2, 3], cfg).num_rounds > 5
+    assert calls == ["_start", "run_rounds"]
+
+
+@pytest.mark.parametrize("prompts", BATCHES, ids=["one", "batch"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["plain", "lookahead"])
+def test_the_cache_is_written_in_place(strategy, prompts):
+    compiled, state = compile_round_loop(strategy, prompts)
+    shape = ",".join(map(str, state.cache.keys[0].shape))
+    copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
+    assert not copies
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= nbytes(state)
+    # What the loop needs beside its state does not grow by even one array of the cache.
+    smaller, small_state = compile_round_loop(strategy, prompts, max_new_tokens=200)
+    grown = memory.temp_size_in_bytes - smaller.memory_analysis().temp_size_in_bytes
+    assert grown < nbytes(state.cache.keys[0]) - nbytes(small_state.cache.keys[0])
+
+
+def test_the_state_is_donated():
+    params = tiny_params(0)
+    cfg = jl.Config(model=TINY, strategy=STRATEGIES[1], max_new_tokens=20)
+    call = prepare([1, 2], cfg, None, None, None)
+    state = call.start(params, None)
+    _, progress = run_rounds(call.model, call.strategy, params, state, np.int32(2))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache, state.pool)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, progress)))
+
+
+def test_only_wanted_rows_reach_the_head():
+    """1 + W + G (N - 1) rows of logits, not all (W + G) (N - 1)."""
+    strategy = jl.Lookahead(7, 5, 3)
+    layout = strategy.layout
+    assert layout.num_rows == (7 + 3) * 4
+    compiled, _ = compile_round_loop(strategy, [[1, 2, 3]], max_new_tokens=9)
+    rows = {int(n) for n in re.findall(rf"f32\[1,(\d+),{TINY.vocab_size}\]", compiled.as_text())}
+    assert max(rows) == 1 + 7 + 3 * 4
+
+
+def test_configs_do_not_interfere():
+    """Two generations of other configurations interleaved, and a repeated one, in one process."""
+    params = tiny_params(0)
+    cfg = jl.Config(model=TINY, strategy=jl.Lookahead(4, 3, 2), max_new_tokens=24)
+    first = jl.stream(params, [1, 2, 3], cfg)
+    second = jl.stream(params, [9, 8], jl.Config(model=TINY, max_new_tokens=24))
+    pairs = list(zip(first, second, strict=True))
+    again = jl.generate(params, [1, 2, 3], cfg)
+    assert [a.token for a, _ in pairs] == again.tokens
+    assert jl.generate(params, [1, 2, 3], cfg) == again

@@ -1,0 +1,221 @@
+"""The contract: any strategy, any knob, any batch emits exactly what plain decoding emits.
+
+The oracle is the plain decoder in float32, token for token; the plain decoder's own oracle
+is HF PyTorch `generate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import TINY, LeakProbe, SuccessorTable, plain, tiny_params
+
+import jlookahead as jl
+from jlookahead.rounds import decode_round
+
+# One compiled program per entry; lengths, budgets, EOS ids and weights vary within.
+SHAPES = [
+    # W, N, G, batch, capacity, options
+    (5, 4, 3, 1, 4096, {}),
+    (7, 5, 7, 1, 4096, {}),
+    (3, 2, 4, 1, 4096, {}),
+    (1, 2, 1, 1, 4096, {}),
+    (1, 6, 2, 1, 4096, {}),
+    (12, 3, 1, 1, 4096, {}),
+    (2, 8, 5, 1, 4096, {}),
+    (5, 3, 5, 1, 8, {}),
+    (5, 4, 3, 3, 4096, {}),
+    (4, 3, 2, 5, 16, {}),
+    (2, 2, 2, 2, 4096, {}),
+    (6, 5, 4, 2, 4096, {"prompt_pool": False}),
+    (4, 4, 2, 1, 4096, {"reference": True}),
+    (3, 8, 3, 2, 4096, {"reference": True, "prompt_pool": False}),
+]
+CASES_PER_SHAPE = 24  # 14 x 24 = 336 combinations
+
+
+def random_case(rng: random.Random, batch: int, vocab_size: int):
+    longest = rng.choice([1, 2, 3, 12, 16])
+    lengths = [rng.randint(1, longest) for _ in range(batch)]
+    alphabet = rng.choice([2, 5, vocab_size])
+    prompts = [[rng.randrange(alphabet) for _ in range(n)] for n in lengths]
+    return prompts, rng.choice([0, 1, 2, 3, 5, 9, 33, 60])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "W{}-N{}-G{}-B{}-cap{}".format(*s[:5]))
+def test_lookahead_equals_plain_decoding(shape):
+    window, ngram, candidates, batch, capacity, options = shape
+    strategy = jl.Lookahead(window, ngram, candidates, pool_capacity=capacity, **options)
+    rng = random.Random(f"{shape}")
+    rounds = tokens = 0
+    for _ in range(CASES_PER_SHAPE):
+        params = tiny_params(rng.randrange(4))
+        prompts, budget = random_case(rng, batch, TINY.vocab_size)
+        cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=budget)
+        expected = plain(params, prompts, cfg)
+        # EOS anywhere: ids that the text really contains, so that it falls inside blocks.
+        emitted = sorted({t for row in expected.tokens for t in row})
+        if emitted and rng.random() < 0.6:
+            eos = tuple(rng.sample(emitted, min(len(emitted), rng.choice([1, 2]))))
+            cfg = dataclasses.replace(cfg, eos_token_ids=eos)
+            expected = plain(params, prompts, cfg)
+        got = jl.generate(params, prompts, cfg)
+        assert got.tokens == expected.tokens
+        assert got.finish_reason == expected.finish_reason
+        rounds += sum(got.num_rounds)
+        tokens += sum(map(len, got.tokens))
+    assert rounds < tokens, "no draft was ever accepted: the test would not see a wrong one"
+
+
+@pytest.mark.parametrize("kv_heads, tied", [(1, True), (2, False), (4, True)])
+def test_plain_decoding_equals_hf_generate(kv_heads, tied):
+    torch = pytest.importorskip("torch", reason="torch is the oracle of this test")
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(TINY, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    params = tiny_params(kv_heads, config)
+    hf = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **{
+                field: getattr(config, field)
+                for field in (
+                    "vocab_size hidden_size intermediate_size num_hidden_layers head_dim "
+                    "num_attention_heads num_key_value_heads max_position_embeddings "
+                    "rms_norm_eps tie_word_embeddings"
+                ).split()
+            },
+            rope_theta=config.rope.theta,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    ).eval()
+    state = {}
+    for path, weight in jax.tree_util.tree_leaves_with_path(params):
+        name = ".".join(key.key for key in path).replace("layers_", "layers.")
+        name = name if name.startswith("lm_head") else f"model.{name}"
+        state[name] = torch.tensor(np.asarray(weight))
+    if tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    hf.load_state_dict(state)
+    rng = random.Random(kv_heads)
+    for length in (1, 2, 7, 16):
+        prompt = [rng.randrange(config.vocab_size) for _ in range(length)]
+        with torch.no_grad():
+            ids = hf.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, length),
+                do_sample=False,
+                max_new_tokens=48,
+            )
+        cfg = jl.Config(model=config, max_new_tokens=48)
+        assert plain(params, prompt, cfg).tokens == ids[0, length:].tolist()
+
+
+@pytest.mark.parametrize("strategy", [jl.Autoregressive(), jl.Lookahead(4, 4, 3)])
+def test_committed_cache_equals_a_fresh_prefill_after_every_round(strategy):
+    params, model = tiny_params(0), jl.LlamaModel(TINY)
+    cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=40)
+    for state, _ in jl.iter_rounds(params, [[5, 9, 5], [7], [1, 2, 3, 4] * 4], cfg):
+        size = state.tokens.shape[1]
+        positions = jnp.broadcast_to(jnp.arange(size), state.tokens.shape)
+        empty = model.init_cache(len(state.tokens), 256)
+        _, fresh = model.forward(
+            params, state.tokens, positions, jnp.tri(size, dtype=bool), empty, 0 * state.length
+        )
+        for layer, (keys, values) in enumerate(fresh):
+            for got, want in ((state.cache.keys, keys), (state.cache.values, values)):
+                for b, length in enumerate(state.length - 1):
+                    np.testing.assert_allclose(
+                        got[layer][b, :, :length], want[b, :, :length], atol=1e-5, rtol=0
+                    )
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("window, ngram, candidates", [(3, 4, 3), (5, 3, 4), (1, 5, 6)])
+def test_nothing_leaks_between_rows_that_must_not_see_each_other(
+    window, ngram, candidates, reference
+):
+    model = LeakProbe(vocab_size=11)
+    cfg = jl.Config(
+        strategy=jl.Lookahead(window, ngram, candidates, reference=reference), max_new_tokens=150
+    )
+    prompts = [[3], [1, 2, 3] * 5, [4, 4]]
+    got, expected = (run(None, prompts, cfg, model=model) for run in (jl.generate, plain))
+    assert got.tokens == expected.tokens
+    assert sum(got.num_rounds) < sum(expected.num_rounds)
+    for row, prompt in enumerate(prompts):
+        assert jl.generate(None, prompt, cfg, model=model).tokens == got.tokens[row]
+
+
+@pytest.mark.parametrize("ngram", [2, 3, 5])
+@pytest.mark.parametrize("eos", [(), (3,)])
+@pytest.mark.parametrize("budget", range(16))
+def test_budget_and_eos_are_exact_when_everything_is_accepted(ngram, eos, budget):
+    successor = jnp.array([1, 2, 3, 4, 5, 0])
+    cfg = jl.Config(strategy=jl.Lookahead(3, ngram, 2), max_new_tokens=budget, eos_token_ids=eos)
+    # One lap in the prompt, the EOS id in it included: only a generated EOS ends the text.
+    out = jl.generate(successor, [0, 1, 2, 3, 4, 5, 0], cfg, model=SuccessorTable(6))
+    lap = [1, 2, 3, 4, 5, 0] * 4
+    expected = lap[:budget]
+    ends = bool(eos) and 3 in expected
+    if ends:
+        expected = expected[: expected.index(3) + 1]
+    assert out.tokens == expected
+    assert out.finish_reason == ("eos" if ends else "length")
+
+
+@pytest.mark.parametrize("ngram", [2, 3, 4, 6])
+def test_a_cyclic_text_reaches_the_most_tokens_a_round_can_give(ngram):
+    """Two laps in the prompt: every round must emit the N-1 drafts and the bonus token. A key
+    one token behind, or a bonus thrown away, would still give the right text."""
+    successor = jnp.roll(jnp.arange(23), -1)
+    prompt = [*range(23), *range(23), 0]
+    cfg = jl.Config(strategy=jl.Lookahead(4, ngram, 2), max_new_tokens=20 * ngram)
+    out = jl.generate(successor, prompt, cfg, model=SuccessorTable(23))
+    assert out.tokens == [(1 + i) % 23 for i in range(20 * ngram)]
+    assert out.num_rounds == 20
+
+
+def test_the_window_alone_finds_ngrams():
+    """Acceptance from the trajectory, no text fed: a window that learnt nothing fails here."""
+    successor = jnp.roll(jnp.arange(9), -1)
+    cfg = jl.Config(strategy=jl.Lookahead(9, 4, 3, prompt_pool=False), max_new_tokens=200)
+    out = jl.generate(successor, [0], cfg, model=SuccessorTable(9))
+    assert out.tokens == [(1 + i) % 9 for i in range(200)]
+    assert out.tokens_per_round > 3
+
+
+def test_finished_rows_are_left_alone():
+    params = tiny_params(1)
+    cfg = jl.Config(model=TINY, strategy=jl.Lookahead(4, 3, 2), max_new_tokens=50)
+    alone = jl.generate(params, [1, 2, 3], cfg)
+    eos = alone.tokens[2]
+    cfg = dataclasses.replace(cfg, eos_token_ids=(eos,), pad_token_id=96)
+    previous = None
+    for state, info in jl.iter_rounds(params, [[1, 2, 3], [50, 60]], cfg):
+        if previous is not None and previous.done[0]:
+            for name in ("tokens", "length", "finish", "num_rounds"):
+                np.testing.assert_array_equal(getattr(state, name)[0], getattr(previous, name)[0])
+            for now, before in zip(
+                jax.tree.leaves((state.window, state.pool)),
+                jax.tree.leaves((previous.window, previous.pool)),
+                strict=True,
+            ):
+                np.testing.assert_array_equal(now[0], before[0])
+            assert info.num_emitted[0] == info.num_accepted[0] == 0
+            assert (info.emitted[0] == 96).all()
+        previous = state
+    assert previous.done.all()
+
+
+def test_a_round_does_not_change_its_input():
+    params, model, strategy = tiny_params(0), jl.LlamaModel(TINY), jl.Lookahead(3, 3, 2)
+    cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=5)
+    state, _ = next(iter(jl.iter_rounds(params, [4, 5], cfg)))
+    before = jax.tree.map(np.array, state)
+    decode_round(model, strategy, params, state)
+    jax.tree.map(np.testing.assert_array_equal, before, state)

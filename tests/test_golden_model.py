@@ -1,0 +1,81 @@
+"""Replay 2: the recorded runs of the official implementation, decoded with the model.
+
+Tokens, acceptance per step and number of forwards are equal up to the first step whose
+recorded logit gap is so small that another summation order may flip an argmax.
+"""
+
+from __future__ import annotations
+
+import json
+
+import golden
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+import jlookahead as jl
+from jlookahead.model_config import from_hf_config
+
+SMALLEST_SAFE_GAP = 2e-5
+MODEL = golden.GOLDEN / "tiny_model"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    config = from_hf_config(json.loads((MODEL / "config.json").read_text()))
+    params: dict = {}
+    for name, weight in load_file(MODEL / "model.safetensors").items():
+        *path, leaf = name.removeprefix("model.").replace("layers.", "layers_").split(".")
+        node = params
+        for key in path:
+            node = node.setdefault(key, {})
+        node[leaf] = jnp.asarray(weight)
+    return config, params
+
+
+def smallest_gap(step: dict) -> float:
+    gaps = (step.get(name) for name in ("out_gap", "inp_min_gap", "guess_min_gap"))
+    return min(gap for gap in gaps if gap is not None)
+
+
+def replay(params, model: jl.ModelConfig, run: dict) -> int:
+    """Checks a run step by step; returns how many steps were compared."""
+    rounds = jl.iter_rounds(
+        params,
+        run["prompt_ids"],
+        golden.config_of(run, model),
+        initial_window=run["initial_window"],
+    )
+    compared = 0
+    for (_, info), step in zip(rounds, run["steps"], strict=False):
+        if smallest_gap(step) < SMALLEST_SAFE_GAP:
+            return compared
+        emitted = info.emitted[0, : info.num_emitted[0]].tolist()
+        assert emitted == step["emitted"][: len(emitted)]
+        assert int(info.num_accepted[0]) == min(step["accepted"], len(emitted) - 1)
+        assert info.candidates() == (step["cands"] or [])
+        compared += 1
+    assert compared == run["n_forward"]
+    return compared
+
+
+RUNS = golden.recordings("tiny", "tiny_fixedhist", "tiny_eos", "tiny_maxlen")
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}-{p.name[:-8]}")
+def test_tiny_runs(tiny, path):
+    config, params = tiny
+    assert replay(params, config, golden.read(path)) > 0
+
+
+def test_plain_runs(tiny):
+    config, params = tiny
+    for run in golden.read(golden.GOLDEN / "ar_tiny.json.gz").values():
+        length = len(run["prompt_ids"])
+        cfg = jl.Config(
+            model=config,
+            strategy=jl.Autoregressive(),
+            max_new_tokens=min(len(run["ids"]) - length, 900),
+        )
+        out = jl.generate(params, run["prompt_ids"], cfg)
+        assert out.tokens == run["ids"][length:][: cfg.max_new_tokens]
