@@ -1,8 +1,9 @@
 """Lookahead Decoding for LLaMA-family models in JAX: several tokens per forward pass, with
 exactly the output of plain decoding."""
 
+from jlookahead.checkpoints import Defaults, LoadedModel, load
 from jlookahead.config import Config, Sampling
-from jlookahead.generate import Result, generate, iter_rounds
+from jlookahead.decoding import Result, generate, iter_rounds
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import KVCache, LlamaModel, TargetModel
 from jlookahead.model_config import ModelConfig, RopeConfig
@@ -15,8 +16,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Autoregressive",
     "Config",
+    "Defaults",
     "KVCache",
     "LlamaModel",
+    "LoadedModel",
     "Lookahead",
     "ModelConfig",
     "Result",
@@ -29,5 +32,6 @@ __all__ = [
     "TargetModel",
     "generate",
     "iter_rounds",
+    "load",
     "stream",
 ]

@@ -49,10 +49,12 @@ class Layout:
         source: `[T, Q]` index of each row's token in `[last token, window levels, drafts]`.
         offsets: `[T, Q]` position relative to the ordinary row.
         mask: `[T, Q, Q]` bool, True = row i attends to row j.
-        logit_rows: `[T, 1 + J + R]` the rows whose logits are wanted: the ordinary row, the
-            deepest level, the drafts.
+        logit_rows: `[T, 1 + R + J]` the rows whose logits are wanted: the ordinary row, the
+            drafts, the deepest level.
         parents: the draft token before each draft token, -1 for children of the ordinary row.
-        max_accepted: most draft tokens one round may accept.
+        paths: `[R + 1, M]` packed rows from the ordinary row to draft r at entry r + 1 (to none
+            at entry 0), filled up with the ordinary row.
+        max_accepted: most draft tokens one round may accept, `M - 1`.
     """
 
     rows: np.ndarray
@@ -61,6 +63,7 @@ class Layout:
     mask: np.ndarray
     logit_rows: np.ndarray
     parents: tuple[int, ...]
+    paths: np.ndarray
     num_jacobi: int
     max_accepted: int
 
@@ -76,10 +79,6 @@ class Layout:
     def max_emitted(self) -> int:
         """Tokens one round can emit: the accepted drafts and the target's own token."""
         return self.max_accepted + 1
-
-    def draft_rows(self) -> np.ndarray:
-        """`[R]` packed row of every draft token; the same at every stage."""
-        return np.arange(self.num_rows - self.num_drafts, self.num_rows)
 
 
 def at_stage(table: np.ndarray, stage: jax.Array) -> jax.Array:
@@ -153,6 +152,8 @@ def build_layout(
         0,
     )
     num_jacobi = num_columns - stages[0] if window else 0
+    if max_accepted is None:
+        max_accepted = max(depth, default=0)
     return Layout(
         rows=rows,
         source=source,
@@ -162,8 +163,9 @@ def build_layout(
             [_logit_rows(r, s, num_jacobi) for r, s in zip(rows, stages, strict=True)]
         ),
         parents=parents,
+        paths=_paths(parents, first_draft=1 + num_cells, size=max_accepted + 1),
         num_jacobi=num_jacobi,
-        max_accepted=max(depth, default=0) if max_accepted is None else max_accepted,
+        max_accepted=max_accepted,
     )
 
 
@@ -187,10 +189,21 @@ def _visibility(rows: np.ndarray, parents: tuple[int, ...]) -> np.ndarray:
     return mask
 
 
+def _paths(parents: tuple[int, ...], first_draft: int, size: int) -> np.ndarray:
+    """`[R + 1, size]` packed rows from the ordinary row to every draft row."""
+    paths = [[0]]
+    for draft, parent in enumerate(parents):
+        paths.append([*paths[parent + 1], first_draft + draft])
+    table = np.zeros((len(paths), size), np.int32)
+    for row, path in zip(table, paths, strict=True):
+        row[: len(path)] = path[:size]
+    return table
+
+
 def _logit_rows(rows: np.ndarray, deepest: int, num_jacobi: int) -> np.ndarray:
-    """`[1 + J + R]`; columns that the deepest level does not have point at the ordinary row."""
+    """`[1 + R + J]`; columns that the deepest level does not have point at the ordinary row."""
     jacobi = np.zeros(num_jacobi, int)
-    of_deepest = np.flatnonzero((rows["level"] == deepest) & (rows["role"] != DRAFT))
+    of_deepest = np.flatnonzero(rows["level"] == deepest)
     if num_jacobi:
         jacobi[rows["column"][of_deepest]] = of_deepest
-    return np.concatenate([[0], jacobi, np.flatnonzero(rows["role"] == DRAFT)])
+    return np.concatenate([[0], np.flatnonzero(rows["role"] == DRAFT), jacobi])

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jlookahead import ngram_pool, window
+from jlookahead import ngram_pool
 from jlookahead.layout import Layout, build_layout, chain_parents
 from jlookahead.state import FROM_NGRAM, Draft, RoundState
+from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
 
 # Prompt n-grams inserted at once; the insertion compares all pairs of them.
 _PROMPT_BLOCK = 32
@@ -74,28 +75,28 @@ class Lookahead:
         pool = ngram_pool.init_pool(batch, self.pool_capacity, self.candidates, self.ngram)
         if self.prompt_pool:
             pool = self._insert_prompt(pool, state)
-        return state.replace(window=self._seed(state, initial_window), pool=pool)
+        return dataclasses.replace(state, window=self._seed(state, initial_window), pool=pool)
 
-    def _seed(self, state: RoundState, initial_window: jax.Array | None) -> window.Window:
+    def _seed(self, state: RoundState, initial_window: jax.Array | None) -> Window:
         batch, num_levels = state.tokens.shape[0], self.ngram - 1
         num_columns = self.window + self.ngram - 2
         levels = jnp.zeros((batch, num_levels, num_columns), jnp.int32)
 
         def seeds(num_starts, run):
-            return window.spread_over_prompt(
+            return spread_over_prompt(
                 state.tokens, state.prompt_len, state.eos_ids, num_starts, run
             )
 
         if not self.reference:
             runs = seeds(self.window, num_levels)
             levels = levels.at[:, :, : self.window].set(runs.transpose(0, 2, 1))
-            return window.Window(levels, jnp.full(batch, num_levels - 1, jnp.int32))
+            return Window(levels, jnp.full(batch, num_levels - 1, jnp.int32))
         if initial_window is None:
             initial_window = seeds(self.num_seeds, 1)[..., 0]
         levels = levels.at[:, 0, 1:].set(initial_window)
-        return window.Window(levels, jnp.zeros(batch, jnp.int32))
+        return Window(levels, jnp.zeros(batch, jnp.int32))
 
-    def _insert_prompt(self, pool: ngram_pool.NgramPool, state: RoundState):
+    def _insert_prompt(self, pool: ngram_pool.NgramPool, state: RoundState) -> ngram_pool.NgramPool:
         def insert_block(block, pool):
             last = self.ngram - 1 + block * _PROMPT_BLOCK + jnp.arange(_PROMPT_BLOCK)
             return ngram_pool.insert(pool, *self._text_ngrams(state, last, state.prompt_len))
@@ -114,10 +115,11 @@ class Lookahead:
         return ngrams[..., 0], ngrams[..., 1:], valid
 
     def propose(self, state: RoundState) -> Draft:
-        suffixes, count = ngram_pool.find(state.pool, state.last_token)
+        trajectory, pool = _memory(state)
+        suffixes, count = ngram_pool.find(pool, state.last_token)
         if self.reference:
             # The official code does not verify before the window is full.
-            is_steady = state.window.stage == self.ngram - 2
+            is_steady = trajectory.stage == self.ngram - 2
             count = jnp.where(is_steady, count, 0)
         filled = jnp.arange(self.candidates) < count[:, None]
         valid = jnp.repeat(filled, self.ngram - 1, axis=1)
@@ -131,19 +133,26 @@ class Lookahead:
         self, before: RoundState, after: RoundState, jacobi_logits: jax.Array
     ) -> RoundState:
         active = ~before.done
+        trajectory, pool = _memory(before)
         predicted = jnp.argmax(jacobi_logits, axis=-1).astype(jnp.int32)
-        keys, suffixes, valid = window.trajectory_ngrams(
-            before.window, before.last_token, predicted, self.window
+        keys, suffixes, valid = trajectory_ngrams(
+            trajectory, before.last_token, predicted, self.window
         )
         if self.prompt_pool:
             emitted = before.length[:, None] + jnp.arange(self.layout.max_emitted)
             text = self._text_ngrams(after, emitted, _length_without_eos(after))
             parts = zip((keys, suffixes, valid), text, strict=True)
             keys, suffixes, valid = (jnp.concatenate(pair, axis=1) for pair in parts)
-        return after.replace(
-            window=window.advance(before.window, predicted, active),
-            pool=ngram_pool.insert(before.pool, keys, suffixes, valid & active[:, None]),
+        return dataclasses.replace(
+            after,
+            window=advance(trajectory, predicted, active),
+            pool=ngram_pool.insert(pool, keys, suffixes, valid & active[:, None]),
         )
+
+
+def _memory(state: RoundState) -> tuple[Window, ngram_pool.NgramPool]:
+    assert state.window is not None and state.pool is not None, "start() fills them"
+    return state.window, state.pool
 
 
 def _length_without_eos(state: RoundState) -> jax.Array:

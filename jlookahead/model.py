@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -45,12 +46,24 @@ class KVCache:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
+    def updated(
+        self, new_kv: KVRows, write: Callable[[jax.Array, jax.Array], jax.Array]
+    ) -> KVCache:
+        """The cache after `write(slots, rows)` of every layer's new keys and values."""
+        return KVCache(
+            keys=tuple(write(k, new) for k, (new, _) in zip(self.keys, new_kv, strict=True)),
+            values=tuple(write(v, new) for v, (_, new) in zip(self.values, new_kv, strict=True)),
+        )
+
 
 class TargetModel(Protocol):
     """What the decoding loop needs of a network; must be hashable (it is a static argument)."""
 
-    vocab_size: int
-    max_position_embeddings: int
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
 
     def init_cache(self, batch: int, num_slots: int) -> KVCache: ...
 
@@ -84,9 +97,14 @@ class TargetModel(Protocol):
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Rotary frequencies `[D / 2]` float32, as transformers `modeling_rope_utils` computes them."""
-    frequencies = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
-    frequencies = frequencies.astype(np.float32)
+    """Rotary frequencies `[D / 2]` float32, as transformers `modeling_rope_utils` computes them.
+
+    An error of one unit in the last place moves the logits at position 1000 by 1e-4, and
+    NumPy's float32 power has such errors where PyTorch's has not: it is taken in float64.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = rope.theta ** exponents.astype(np.float64)
+    frequencies = np.float32(1) / powers.astype(np.float32)
     if rope.type == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.type == "llama3":

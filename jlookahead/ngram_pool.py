@@ -89,6 +89,8 @@ def find(pool: NgramPool, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 def insert(pool: NgramPool, keys: jax.Array, suffixes: jax.Array, valid: jax.Array) -> NgramPool:
     """Inserts M n-grams per batch row, as if one after another in order of M.
 
+    Only which keys are evicted may differ: none that this call inserts, if others can go.
+
     Args:
         pool: the table.
         keys: `[B, M]` int32, non-negative.
@@ -100,7 +102,7 @@ def insert(pool: NgramPool, keys: jax.Array, suffixes: jax.Array, valid: jax.Arr
 
 def _insert_row(pool: NgramPool, keys, suffixes, valid) -> NgramPool:
     num_sets, num_ways = pool.keys.shape
-    num_new, size = suffixes.shape
+    num_new = len(keys)
     order = jnp.arange(num_new)
 
     # The last n-gram of every distinct key writes that key's list.
@@ -138,8 +140,9 @@ def _insert_row(pool: NgramPool, keys, suffixes, valid) -> NgramPool:
 def _choose_ways(stamps, set_index, hits, is_known, writes) -> jax.Array:
     """`[M]` way of every writer: where its key is, else the oldest way no other writer takes.
 
-    The i-th new key of a set takes its i-th oldest way, so two never share one. A set with
-    more new keys than ways in one round has no way for the last of them: the result is Y.
+    The new keys of a set take its oldest ways, the last key first, so two never share one. A
+    set with more new keys than ways in one round has none for the first of them: they would
+    have been evicted by the others, and get Y.
     """
     num_ways = stamps.shape[1]
     order = jnp.arange(len(set_index))
@@ -151,7 +154,7 @@ def _choose_ways(stamps, set_index, hits, is_known, writes) -> jax.Array:
     )
     rank = older.sum(axis=2)  # [M, Y] 0 for the oldest way
     is_new = writes & ~is_known
-    turn = (same_set & is_new[None, :] & (order[None, :] < order[:, None])).sum(axis=1)
+    turn = (same_set & is_new[None, :] & (order[None, :] > order[:, None])).sum(axis=1)
     victim = jnp.argmax((rank == turn[:, None]) & ~taken, axis=1)
     has_victim = turn < num_ways - taken.sum(axis=1)
     return jnp.where(is_known, jnp.argmax(hits, axis=1), jnp.where(has_victim, victim, num_ways))

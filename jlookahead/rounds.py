@@ -6,12 +6,15 @@ window and pool can never disagree about what was emitted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jlookahead.layout import Layout, at_stage
 from jlookahead.model import KVCache, KVRows, Params, TargetModel
@@ -34,23 +37,24 @@ def decode_round(
     layout = strategy.layout
     with jax.named_scope("propose"):
         draft = strategy.propose(state)
+        chex.assert_shape(
+            [draft.tokens, draft.valid, draft.sources], (len(state.length), layout.num_drafts)
+        )
     with jax.named_scope("pack"):
         rows = pack(layout, state, draft)
+        chex.assert_shape([rows.tokens, rows.positions], (len(state.length), layout.num_rows))
     with jax.named_scope("forward"):
         hidden, new_kv = model.forward(
             params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
         )
         wanted = jnp.broadcast_to(rows.logit_rows, (hidden.shape[0], rows.logit_rows.shape[-1]))
         logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
+        chex.assert_shape(logits, (*wanted.shape, model.vocab_size))
+        chex.assert_type(logits, jnp.float32)
     with jax.named_scope("verify"):
-        ordinary, jacobi, drafts = jnp.split(logits, [1, 1 + layout.num_jacobi], axis=1)
-        verdict = verify(
-            jnp.concatenate([ordinary, drafts], axis=1),
-            draft,
-            layout,
-            state.length - 1,
-            functools.partial(select, state.sampler),
-        )
+        to_verify, jacobi = jnp.split(logits, [1 + layout.num_drafts], axis=1)
+        selector = functools.partial(select, state.sampler)
+        verdict = verify(to_verify, draft, layout, state.length - 1, selector)
     with jax.named_scope("publish"):
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
@@ -65,7 +69,7 @@ class PackedRows:
     tokens: jax.Array  # [B, Q] int32
     positions: jax.Array  # [B, Q] int32
     mask: jax.Array  # [Q, Q] or [B, Q, Q] bool, True = attends
-    logit_rows: jax.Array  # [1 + J + R] or [B, 1 + J + R] int32
+    logit_rows: jax.Array  # [1 + R + J] or [B, 1 + R + J] int32
 
 
 def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
@@ -107,14 +111,16 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
     # so do it in place; it copies the whole cache otherwise.
     slack = state.tokens.shape[1] - max_emitted
     frontier = jnp.where(num_emitted > 0, state.length - 1, slack)
-    return state.replace(
+    after = dataclasses.replace(
+        state,
         tokens=_write(state.tokens, jnp.where(kept, verdict.emitted, state.pad_id), state.length),
         sources=_write(state.sources, jnp.where(kept, verdict.sources, 0), state.length),
         length=length,
         finish=jnp.where(state.done, state.finish, reason).astype(jnp.int32),
         cache=commit(state.cache, new_kv, verdict.path, frontier),
         num_rounds=state.num_rounds + ~state.done,
-    ), num_emitted
+    )
+    return after, num_emitted
 
 
 def commit(cache: KVCache, new_kv: KVRows, path: jax.Array, lengths: jax.Array) -> KVCache:
@@ -127,10 +133,7 @@ def commit(cache: KVCache, new_kv: KVRows, path: jax.Array, lengths: jax.Array) 
     def write(slots, rows):
         return _write(slots, jnp.take_along_axis(rows, path[:, None, :, None], axis=2), lengths)
 
-    return KVCache(
-        keys=tuple(write(k, new) for k, (new, _) in zip(cache.keys, new_kv, strict=True)),
-        values=tuple(write(v, new) for v, (_, new) in zip(cache.values, new_kv, strict=True)),
-    )
+    return cache.updated(new_kv, write)
 
 
 def _write(buffer: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
@@ -142,9 +145,8 @@ def _write(buffer: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
     slot_axis = max(buffer.ndim - 2, 1)
     for b in range(buffer.shape[0]):
         row = lax.dynamic_slice_in_dim(block, b, 1, axis=0).astype(buffer.dtype)
-        at = [0] * buffer.ndim
-        at[0] = b
-        at[slot_axis] = start[b]
+        at: list[ArrayLike] = [0] * buffer.ndim
+        at[0], at[slot_axis] = b, start[b]
         buffer = lax.dynamic_update_slice(buffer, row, at)
     return buffer
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jlookahead.config import Config
-from jlookahead.generate import Call, prepare, run_rounds
+from jlookahead.decoding import Call, prepare, run_rounds
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt
 from jlookahead.state import FINISH_REASONS, SOURCES
@@ -80,7 +80,7 @@ def _stream(params: Params, call: Call, tokenizer: Any) -> Iterator[StreamedToke
             token = int(progress.tokens[0, i])
             yield StreamedToken(
                 token=token,
-                text=text and text.add(token, is_last),
+                text=None if text is None else text.add(token, is_last),
                 source=SOURCES[progress.sources[0, i]],
                 num_rounds=int(progress.num_rounds[0]),
                 finish_reason=finish if is_last else None,

@@ -24,7 +24,7 @@ class Verdict:
     """What the target accepts, before any stop condition."""
 
     num_accepted: jax.Array  # [B] int32, 0..M-1
-    emitted: jax.Array  # [B, M] int32, the accepted drafts, then the target's own token
+    emitted: jax.Array  # [B, M] int32, the accepted drafts, the target's own token, then 0
     sources: jax.Array  # [B, M] int8
     path: jax.Array  # [B, M] int32, packed rows whose K/V the emitted tokens commit
     winner: jax.Array  # [B] int32, last accepted draft row, -1 if none
@@ -50,44 +50,50 @@ def verify(
     Returns:
         a `Verdict`; ties between survivors go to the lowest draft row.
     """
-    batch = logits.shape[0]
-    num_emitted = layout.max_emitted
-    emitted = jnp.zeros((batch, num_emitted), jnp.int32)
-    sources = jnp.full((batch, num_emitted), FROM_MODEL, jnp.int8)
-    no_draft = jnp.full(batch, -1, jnp.int32)
-    if not layout.num_drafts:
-        emitted = emitted.at[:, 0].set(select(logits[:, 0], position + 1))
-        return Verdict(no_draft + 1, emitted, sources, jnp.zeros_like(emitted), no_draft)
-
-    parents = np.array(layout.parents)
-    draft_rows = jnp.asarray(layout.draft_rows())
+    batch, num_emitted = logits.shape[0], layout.max_emitted
+    parents = np.array(layout.parents, np.int32)
 
     def is_running(carry):
-        depth, running = carry[:2]
+        depth, running, *_ = carry
         return (depth < num_emitted) & running.any()
 
     def accept_one(carry):
-        depth, running, alive, verdict = carry
-        row = verdict.winner + 1  # of `logits`
-        conditional = jnp.take_along_axis(logits, row[:, None, None], axis=1)[:, 0]
+        depth, running, alive, winner, num_accepted, emitted = carry
+        conditional = jnp.take_along_axis(logits, winner[:, None, None] + 1, axis=1)[:, 0]
         token = select(conditional, position + 1 + depth)
+        emitted = emitted.at[:, depth].set(jnp.where(running, token, 0))
         alive = jnp.where(parents < 0, depth == 0, alive[:, parents])
         alive &= draft.valid & (draft.tokens == token[:, None])
         alive &= (running & (depth < layout.max_accepted))[:, None]
         survives = alive.any(axis=1)
-        first = jnp.argmax(alive, axis=1).astype(jnp.int32)
-        source = jnp.take_along_axis(draft.sources, first[:, None], axis=1)[:, 0]
-        next_depth = jnp.minimum(depth + 1, num_emitted - 1)
-        path_row = jnp.where(survives, draft_rows[first], verdict.path[:, next_depth])
-        verdict = Verdict(
-            num_accepted=verdict.num_accepted + survives,
-            emitted=verdict.emitted.at[:, depth].set(jnp.where(running, token, 0)),
-            sources=verdict.sources.at[:, depth].set(jnp.where(survives, source, FROM_MODEL)),
-            path=verdict.path.at[:, next_depth].set(path_row),
-            winner=jnp.where(survives, first, verdict.winner),
+        lowest = jnp.where(alive, np.arange(len(parents)), len(parents)).min(
+            axis=1, initial=len(parents)
         )
-        return depth + 1, survives, alive, verdict
+        winner = jnp.where(survives, lowest, winner)
+        return depth + 1, survives, alive, winner, num_accepted + survives, emitted
 
-    start = Verdict(no_draft + 1, emitted, sources, jnp.zeros_like(emitted), no_draft)
-    carry = (jnp.int32(0), jnp.ones(batch, bool), jnp.zeros((batch, len(parents)), bool), start)
-    return lax.while_loop(is_running, accept_one, carry)[-1]
+    _, _, _, winner, num_accepted, emitted = lax.while_loop(
+        is_running,
+        accept_one,
+        (
+            jnp.int32(0),
+            jnp.ones(batch, bool),
+            jnp.zeros((batch, len(parents)), bool),
+            jnp.full(batch, -1, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+            jnp.zeros((batch, num_emitted), jnp.int32),
+        ),
+    )
+    path = jnp.asarray(layout.paths)[winner + 1]
+    first_draft = layout.num_rows - layout.num_drafts
+    path_draft = path[:, 1:] - first_draft  # negative beyond the winner
+    padded = jnp.pad(draft.sources, ((0, 0), (0, 1)), constant_values=FROM_MODEL)
+    sources = jnp.take_along_axis(padded, jnp.maximum(path_draft, 0), axis=1)
+    sources = jnp.where(path_draft >= 0, sources, FROM_MODEL)
+    return Verdict(
+        num_accepted=num_accepted,
+        emitted=emitted,
+        sources=jnp.pad(sources, ((0, 0), (0, 1)), constant_values=FROM_MODEL),
+        path=path,
+        winner=winner,
+    )

@@ -72,6 +72,34 @@ def test_lookahead_equals_plain_decoding(shape):
     assert rounds < tokens, "no draft was ever accepted: the test would not see a wrong one"
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [jl.Lookahead(5, 4, 3), jl.Lookahead(1, 2, 1), jl.Lookahead(4, 4, 2, reference=True)],
+)
+def test_sampling_draws_what_plain_sampling_draws(strategy):
+    """Same seed, same text, whatever the strategy, the batch slot and the filters."""
+    rng = random.Random(1)
+    rounds = tokens = 0
+    for seed in range(8):
+        sampling = jl.Sampling(
+            temperature=rng.choice([0.05, 0.3, 1.0]),
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.05]),
+            seed=seed,
+        )
+        prompts = [[rng.randrange(97) for _ in range(n)] for n in (1, 4, 9)]
+        cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=40)
+        got = jl.generate(tiny_params(0), prompts, cfg)
+        assert got.tokens == plain(tiny_params(0), prompts, cfg).tokens
+        alone = jl.generate(tiny_params(0), prompts[2], cfg, row_ids=[2])
+        assert alone.tokens == got.tokens[2]
+        rounds, tokens = rounds + sum(got.num_rounds), tokens + 120
+    assert rounds < tokens
+    other = dataclasses.replace(cfg, sampling=dataclasses.replace(sampling, seed=99))
+    assert jl.generate(tiny_params(0), prompts, other).tokens != got.tokens
+
+
 @pytest.mark.parametrize("kv_heads, tied", [(1, True), (2, False), (4, True)])
 def test_plain_decoding_equals_hf_generate(kv_heads, tied):
     torch = pytest.importorskip("torch", reason="torch is the oracle of this test")

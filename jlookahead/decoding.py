@@ -165,10 +165,7 @@ def prepare(
     row_ids: Sequence[int] | None,
     model: TargetModel | None,
 ) -> Call:
-    if model is None:
-        if cfg.model is None:
-            raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")
-        model = LlamaModel(cfg.model)
+    model = model or _llama(cfg)
     rows, is_batch = to_rows(prompt, tokenizer, model.vocab_size)
     for token in cfg.eos_token_ids:
         if token >= model.vocab_size:
@@ -209,9 +206,15 @@ def prepare(
         limit=limit.astype(np.int32),
         limit_reason=reason,
         eos_ids=eos_ids,
-        pad_id=np.int32(cfg.pad_token_id),
+        pad_id=np.array(cfg.pad_token_id, np.int32),
         sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
     )
+
+
+def _llama(cfg: Config) -> TargetModel:
+    if cfg.model is None:
+        raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")
+    return LlamaModel(cfg.model)
 
 
 def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int) -> Sampler | None:
@@ -221,12 +224,12 @@ def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int)
     if sampling.temperature == 0:
         return None
     return Sampler(
-        temperature=np.float32(sampling.temperature),
-        top_k=np.int32(min(sampling.top_k, np.iinfo(np.int32).max)),
-        top_p=np.float32(sampling.top_p),
-        min_p=np.float32(sampling.min_p),
+        temperature=jnp.asarray(sampling.temperature, jnp.float32),
+        top_k=jnp.asarray(min(sampling.top_k, np.iinfo(np.int32).max), jnp.int32),
+        top_p=jnp.asarray(sampling.top_p, jnp.float32),
+        min_p=jnp.asarray(sampling.min_p, jnp.float32),
         key=jax.random.key(sampling.seed),
-        row_ids=np.array(ids, np.int32),
+        row_ids=jnp.asarray(ids, jnp.int32),
     )
 
 
@@ -319,10 +322,7 @@ def _prefill(
         def write(slots, rows):
             return lax.dynamic_update_slice_in_dim(slots, rows, start, axis=2)
 
-        return KVCache(
-            keys=tuple(write(k, new) for k, (new, _) in zip(cache.keys, new_kv, strict=True)),
-            values=tuple(write(v, new) for v, (_, new) in zip(cache.values, new_kv, strict=True)),
-        )
+        return cache.updated(new_kv, write)
 
     return lax.fori_loop(0, -(-lengths.max() // chunk), prefill_chunk, cache)
 
@@ -379,7 +379,7 @@ def _collect(progress: Progress, call: Call, tokenizer: Any) -> Result:
     if tokenizer is not None:
         text = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
     num_rounds = progress.num_rounds.tolist()
-    fields = dict(
+    fields: dict[str, Any] = dict(
         tokens=tokens,
         text=text,
         num_rounds=num_rounds,

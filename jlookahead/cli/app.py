@@ -1,0 +1,66 @@
+"""The application: its commands, its version, and how errors look."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import jlookahead
+from jlookahead.cli.generate import generate
+
+
+class Commands(TyperGroup):
+    """Reports what the user can mend as one line on stderr, with exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of a pipe left; typer ends quietly
+            raise
+        except (OSError, ValueError) as error:
+            typer.echo(f"error: {_describe(error)}", err=True)
+            raise typer.Exit(2) from None
+
+
+def _describe(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="jlookahead",
+    help="Lookahead Decoding of LLaMA models: several tokens per forward pass, with exactly "
+    "the output of plain decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"jlookahead {jlookahead.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+def main() -> None:
+    """Runs the command line: exit status 0, 1 (not identical), 2 (user error), 130 (Ctrl-C)."""
+    app()

@@ -1,0 +1,105 @@
+"""One measured generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jlookahead.checkpoints import LoadedModel
+from jlookahead.config import Config
+from jlookahead.decoding import generate, prepare, run_rounds
+from jlookahead.streaming import StreamedToken, stream
+
+# Seconds up to which a run is measured again: handing tokens to the host would distort it.
+SHORT_RUN = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A generation and its cost.
+
+    Attributes:
+        strategy: its name.
+        streamed: the new tokens.
+        compile_seconds: until the programs were compiled; includes one prefill.
+        seconds: the generation on compiled programs, from prompt to last token; a short one
+            without streaming.
+    """
+
+    strategy: str
+    streamed: Sequence[StreamedToken]
+    compile_seconds: float
+    seconds: float
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token for token in self.streamed]
+
+    @property
+    def num_rounds(self) -> int:
+        return self.streamed[-1].num_rounds if self.streamed else 0
+
+    @property
+    def tokens_per_round(self) -> float:
+        return len(self.streamed) / self.num_rounds if self.streamed else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.streamed) / self.seconds
+
+    @property
+    def finish_reason(self) -> str | None:
+        # Without a token the budget was 0.
+        return self.streamed[-1].finish_reason if self.streamed else "length"
+
+    def as_dict(self, has_text: bool) -> dict[str, Any]:
+        """The fields of the JSON output; `text` is None if the model has no tokenizer."""
+        pieces = [token.text or "" for token in self.streamed]
+        return {
+            "strategy": self.strategy,
+            "text": "".join(pieces) if has_text else None,
+            "token_ids": self.token_ids,
+            "num_rounds": self.num_rounds,
+            "tokens_per_round": self.tokens_per_round,
+            "finish_reason": self.finish_reason,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "compile_seconds": self.compile_seconds,
+        }
+
+
+def compile_programs(lm: LoadedModel, prompt: list[int], cfg: Config) -> float:
+    """Compiles what a generation of this shape runs, and returns the seconds it took."""
+    start = time.perf_counter()
+    call = prepare(prompt, cfg, None, None, None)
+    state = call.start(lm.params, None)
+    none = np.int32(0)  # rounds to run
+    jax.block_until_ready(run_rounds(call.model, call.strategy, lm.params, state, none))
+    return time.perf_counter() - start
+
+
+def measure(
+    strategy: str,
+    lm: LoadedModel,
+    prompt: list[int],
+    cfg: Config,
+    compile_seconds: float,
+    show: Callable[[StreamedToken], None],
+) -> Run:
+    """Generates on compiled programs and hands every token to `show` when it is there."""
+    start = time.perf_counter()
+    streamed = []
+    for token in stream(lm.params, prompt, cfg, tokenizer=lm.tokenizer):
+        streamed.append(token)
+        show(token)
+    seconds = time.perf_counter() - start
+    if seconds <= SHORT_RUN:
+        start = time.perf_counter()
+        generate(lm.params, prompt, cfg)
+        seconds = time.perf_counter() - start
+    return Run(strategy, streamed, compile_seconds, seconds)

@@ -1,0 +1,305 @@
+"""`jlookahead generate`: its JSON, its streams, its exit statuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import checkpoints as files
+import golden
+import pytest
+from typer.testing import CliRunner, Result
+
+import jlookahead as jl
+from jlookahead.cli import app, prompt_options, runs
+from jlookahead.cli.generate import generate as command
+
+NO_TOKENIZER = str(golden.GOLDEN / "tiny_model")
+BUDGET = 24
+PLAIN = ("--strategy", "autoregressive")
+GREEN = "\x1b[32m"
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+
+
+def invoke_json(*arguments: str, stdin: str | None = None) -> dict:
+    result = invoke("--json", "--max-new-tokens", str(BUDGET), *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jlookahead", *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=600,
+    )
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return jl.load()
+
+
+@pytest.fixture(scope="module")
+def expected(lm):
+    cfg = lm.make_config(max_new_tokens=BUDGET)
+    return jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
+
+
+# The defaults
+
+
+def test_main_job_end_to_end():
+    result = run_process("generate")
+    assert result.returncode == 0, result.stderr
+    for words in ("plain decoding", "lookahead", "tokens per round", "identical: yes, all 128 ids"):
+        assert words in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_option_defaults_are_the_library_s():
+    defaults = {p.name: p.default for p in inspect.signature(command).parameters.values()}
+    library = dataclasses.asdict(jl.Lookahead()) | dataclasses.asdict(jl.Sampling())
+    library["max_new_tokens"] = jl.Config().max_new_tokens
+    shared = defaults.keys() & library.keys()
+    assert len(shared) == 9
+    assert {name: defaults[name] for name in shared} == {name: library[name] for name in shared}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_and_version_do_not_wait_for_what_they_do_not_need(arguments):
+    code = f"""
+import sys
+from jlookahead.cli import main
+sys.argv = ["jlookahead", *{arguments}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+assert not {{"transformers", "orbax", "torch"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=600)
+
+
+# JSON
+
+
+def test_json_is_what_the_library_returns(lm, expected):
+    output = invoke_json()
+    assert output["text"] == expected.text
+    assert output["token_ids"] == expected.tokens
+    assert output["num_rounds"] == expected.num_rounds
+    assert output["tokens_per_round"] == expected.tokens_per_round
+    assert output["finish_reason"] == expected.finish_reason == "length"
+    assert output["strategy"] == "lookahead"
+    assert output["model"] == "bundled"
+    assert output["prompt_tokens"] == len(lm.tokenizer(prompt_options.DEFAULT_PROMPT)["input_ids"])
+    assert output["tokens_per_second"] == pytest.approx(BUDGET / output["seconds"])
+    assert output["compile_seconds"] > 0
+    assert not {"plain", "identical"} & output.keys()
+
+
+def test_json_with_the_plain_run(expected):
+    output = invoke_json("--compare")
+    assert output["identical"] is True
+    assert output["plain"]["strategy"] == "autoregressive"
+    assert output["plain"]["token_ids"] == output["token_ids"] == expected.tokens
+    assert output["plain"]["num_rounds"] == BUDGET > output["num_rounds"]
+
+
+def test_json_from_a_process_is_all_of_stdout():
+    result = run_process("generate", "--json", "--max-new-tokens", "8", *PLAIN)
+    assert result.returncode == 0
+    assert len(json.loads(result.stdout)["token_ids"]) == 8
+    assert result.stderr == ""
+
+
+def test_knobs_and_sampling_reach_the_library(lm):
+    output = invoke_json(
+        *("--window", "4", "--ngram", "3", "--candidates", "2", "--temperature", "0.9"),
+        *("--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7", "--compare"),
+    )
+    cfg = lm.make_config(
+        strategy=jl.Lookahead(4, 3, 2),
+        sampling=jl.Sampling(0.9, top_k=40, top_p=0.95, min_p=0.01, seed=7),
+        max_new_tokens=BUDGET,
+    )
+    prompt = prompt_options.DEFAULT_PROMPT
+    expected = jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
+    assert output["token_ids"] == expected.tokens
+    assert output["num_rounds"] == expected.num_rounds
+    assert output["identical"] is True
+
+
+def test_autoregressive_takes_a_round_per_token(expected):
+    output = invoke_json(*PLAIN)
+    assert output["strategy"] == "autoregressive"
+    assert output["token_ids"] == expected.tokens
+    assert output["num_rounds"] == BUDGET
+
+
+def test_a_budget_of_zero():
+    output = invoke_json("--max-new-tokens", "0")
+    assert (output["token_ids"], output["num_rounds"], output["finish_reason"]) == ([], 0, "length")
+
+
+# The prompt
+
+
+def test_every_way_to_give_a_prompt(lm, tmp_path):
+    text = "import os\r\nimport naïve\n"
+    file = tmp_path / "prompt.py"
+    file.write_bytes(text.encode())
+    ids = lm.tokenizer(text)["input_ids"]
+    outputs = [
+        invoke_json("--prompt", text),
+        invoke_json("--prompt-file", str(file)),
+        invoke_json("--prompt-file", "-", stdin=text),
+        invoke_json("--prompt-ids", ", ".join(map(str, ids))),
+    ]
+    assert len({tuple(output["token_ids"]) for output in outputs}) == 1
+    assert {output["prompt_tokens"] for output in outputs} == {len(ids)}
+
+
+def test_a_model_without_a_tokenizer():
+    arguments = ("--model", NO_TOKENIZER, "--prompt-ids", "5,6,7", "--max-new-tokens", "6")
+    output = invoke_json(*arguments)
+    assert output["text"] is None
+    result = invoke(*arguments, "--no-compare")
+    assert result.stdout == ", ".join(map(str, output["token_ids"])) + "\n"
+
+
+def test_a_chat_model_gets_its_template_unless_raw(tmp_path):
+    config = files.hf_config(vocab_size=300, bos_token_id=0, eos_token_id=1)
+    files.write_hf(tmp_path, config, files.random_tensors(config))
+    files.tiny_tokenizer(300).save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--prompt", "the cat")
+    wrapped, raw = invoke_json(*arguments), invoke_json(*arguments, "--raw")
+    assert wrapped["prompt_tokens"] == raw["prompt_tokens"] + 2  # <s> and </s>
+
+
+# Text
+
+
+def test_streamed_text_is_the_text_alone(expected):
+    result = invoke("--no-compare", "--max-new-tokens", str(BUDGET))
+    assert result.stdout == expected.text + "\n"
+    assert result.stderr.count("\n") == 1
+    assert f"{BUDGET} new tokens in {expected.num_rounds} rounds" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--compare", "--no-compare"])
+def test_a_terminal_gets_colours(option, monkeypatch, expected):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    result = invoke(option, "--max-new-tokens", str(BUDGET))
+    assert result.exit_code == 0
+    assert GREEN in result.stdout
+    if option == "--no-compare":
+        assert result.stdout.count(GREEN) == sum(source != "model" for source in expected.sources)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--prompt", ""], "prompt: got an empty text"),
+        (["--prompt", "a", "--prompt-ids", "1"], "allowed is one of --prompt"),
+        (["--prompt-ids", "1,x"], "prompt_ids: got '1,x'"),
+        (["--prompt-ids", ""], "prompt_ids: got ''"),
+        (["--prompt-ids", "-1"], "allowed are 0 to"),
+        (["--prompt-file", "missing.txt"], "missing.txt: No such file"),
+        (["--prompt-file", sys.executable], "not UTF-8 text"),
+        (["--strategy", "beam"], "strategy: got 'beam'"),
+        ([*PLAIN, "--compare"], "compare: got strategy autoregressive"),
+        (["--window", "0"], "window: got 0"),
+        (["--ngram", "1"], "ngram: got 1"),
+        (["--candidates", "0"], "candidates: got 0"),
+        (["--max-new-tokens", "-1"], "max_new_tokens: got -1"),
+        (["--max-new-tokens", "1000000"], "the model's context"),
+        (["--temperature", "-1"], "temperature: got -1"),
+        (["--top-k", "-1"], "top_k: got -1"),
+        (["--top-p", "2"], "top_p: got 2"),
+        (["--min-p", "2"], "min_p: got 2"),
+        (["--seed", "-1"], "seed: got -1"),
+        (["--dtype", "int4"], "dtype: got 'int4'"),
+        (["--model", "missing"], "missing: no such file"),
+        (["--model", NO_TOKENIZER, "--prompt", "a"], "needs a tokenizer"),
+    ],
+)
+def test_user_errors_are_one_line_and_status_2(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert words in result.stderr
+
+
+def test_an_empty_prompt_file_is_an_error():
+    result = invoke("--prompt-file", "-", stdin="")
+    assert result.exit_code == 2
+    assert "empty" in result.stderr
+
+
+def test_errors_of_a_process():
+    result = run_process("generate", "--model", "missing")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: missing: no such file or directory\n"
+    assert run_process("generate", "--window", "wide").returncode == 2
+    assert run_process("transmogrify").returncode == 2
+
+
+def test_a_closed_pipe_ends_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-m", "jlookahead", "generate", *PLAIN, "--max-new-tokens", "4"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=600,
+    )
+    os.close(write)
+    assert process.returncode == 1
+    assert process.stderr == ""
+
+
+def test_ctrl_c_is_status_130(monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "stream", interrupted)
+    result = invoke()
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("option", ["--json", "--max-new-tokens=4"])
+def test_different_ids_are_status_1(option, monkeypatch):
+    measure = runs.measure
+
+    def one_token_less(strategy, *args):
+        run = measure(strategy, *args)
+        short = dataclasses.replace(run, streamed=run.streamed[:-1])
+        return run if strategy == "lookahead" else short
+
+    monkeypatch.setattr(runs, "measure", one_token_less)
+    result = invoke("--compare", option)
+    assert result.exit_code == 1
+    if option == "--json":
+        assert json.loads(result.stdout)["identical"] is False
+    else:
+        assert "identical: NO, the first difference is at new token 3" in result.stdout

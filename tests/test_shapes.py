@@ -1,0 +1,66 @@
+"""Shapes and dtypes of what a round carries and reports, for one row and for batches."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from models import TINY, tiny_params
+
+import jlookahead as jl
+from jlookahead.decoding import prepare
+from jlookahead.rounds import decode_round
+
+STRATEGIES = [
+    jl.Autoregressive(),
+    jl.Lookahead(5, 4, 3),
+    jl.Lookahead(3, 2, 1, prompt_pool=False),
+    jl.Lookahead(2, 6, 3, reference=True),
+]
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2]], [[1], [2, 3, 4], [5]]], ids=["one", "batch"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, temperature, prompts):
+    sampling = jl.Sampling(temperature=temperature)
+    cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=9)
+    params, call = tiny_params(0), prepare(prompts, cfg, None, None, None)
+    state = call.start(params, None)
+    after, info = jax.eval_shape(
+        lambda p, s: decode_round(call.model, strategy, p, s), params, state
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+    batch, layout = len(prompts), strategy.layout
+    slots = call.num_slots
+    chex.assert_shape(after.tokens, (batch, slots))
+    for keys in (*after.cache.keys, *after.cache.values):
+        chex.assert_shape(keys, (batch, TINY.num_key_value_heads, slots, TINY.head_dim))
+    chex.assert_shape([info.num_emitted, info.num_accepted, info.winner], (batch,))
+    chex.assert_shape([info.emitted, info.sources], (batch, layout.max_emitted))
+    chex.assert_shape([info.draft.tokens, info.draft.valid], (batch, layout.num_drafts))
+    chex.assert_type([info.emitted, info.draft.tokens], jnp.int32)
+
+
+def test_a_round_is_traced_once_for_all_prompts_of_a_bucket():
+    chex.clear_trace_counter()
+    strategy = jl.Lookahead(3, 3, 2)
+    traced = chex.assert_max_traces(n=1)(
+        lambda params, state: decode_round(jl.LlamaModel(TINY), strategy, params, state)
+    )
+    one_round = jax.jit(traced)
+    for prompt in ([1], [2, 3], [4] * 16):
+        cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=20)
+        state = prepare(prompt, cfg, None, None, None).start(tiny_params(0), None)
+        one_round(tiny_params(0), one_round(tiny_params(0), state)[0])
+
+
+def test_a_model_of_the_wrong_shape_is_refused_while_tracing():
+    class Narrow(jl.LlamaModel):
+        def logits(self, params, hidden):
+            return super().logits(params, hidden)[..., :-1]
+
+    cfg = jl.Config(model=TINY, max_new_tokens=3)
+    with pytest.raises(AssertionError, match="shape"):
+        jl.generate(tiny_params(0), [1, 2], cfg, model=Narrow(TINY))
