@@ -7,6 +7,7 @@ from jlookahead.decoding import Result, generate, iter_rounds
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import KVCache, LlamaModel, TargetModel
 from jlookahead.model_config import ModelConfig, RopeConfig
+from jlookahead.prompt_lookup import PromptLookup
 from jlookahead.state import RoundInfo, RoundState
 from jlookahead.strategy import Autoregressive, Strategy
 from jlookahead.streaming import StreamedToken, stream
@@ -22,6 +23,7 @@ __all__ = [
     "LoadedModel",
     "Lookahead",
     "ModelConfig",
+    "PromptLookup",
     "Result",
     "RopeConfig",
     "RoundInfo",

@@ -50,7 +50,7 @@ class Result:
         num_rounds: forward passes it took, prefill not counted.
         tokens_per_round: new tokens per round; 0 if there was no round.
         finish_reason: `eos`, `length` or `cache_full`.
-        sources: where each token came from, `model` or `ngram`.
+        sources: where each token came from, `model`, `ngram` (the pool) or `prompt` (lookup).
     """
 
     tokens: Any

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jlookahead import ngram_pool
+from jlookahead.checks import check_int
 from jlookahead.layout import Layout, build_layout, chain_parents
 from jlookahead.state import FROM_NGRAM, Draft, RoundState
 from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
@@ -44,14 +45,11 @@ class Lookahead:
     reference: bool = False
 
     def __post_init__(self) -> None:
-        limits = {"window": (1, 256), "ngram": (2, 32), "candidates": (1, 256)}
-        limits["pool_capacity"] = (1, 1 << 20)
-        if self.reference:
-            limits["ngram"] = (3, 32)  # the official code has no verification at N = 2
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ValueError(f"{name}: got {value!r}, allowed are {low} to {high}")
+        check_int("window", self.window, 1, 256)
+        # The official code has no verification at N = 2.
+        check_int("ngram", self.ngram, 3 if self.reference else 2, 32)
+        check_int("candidates", self.candidates, 1, 256)
+        check_int("pool_capacity", self.pool_capacity, 1, 1 << 20)
 
     @property
     def layout(self) -> Layout:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jlookahead.checks import check_int
+
 ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,7 +70,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _check_size(name, getattr(self, name))
+            check_int(name, getattr(self, name), 1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads: got {self.num_attention_heads}, must be a multiple of "
@@ -92,11 +94,6 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-
-
-def _check_size(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, must be a positive integer")
 
 
 # HF fields that change the network in a way it does not implement, with the harmless values.
@@ -130,7 +127,7 @@ def from_hf_config(hf: Mapping[str, Any], dtype: str = "float32") -> ModelConfig
     for name in required:
         if hf.get(name) is None:
             raise ValueError(f"{name}: missing from the model configuration")
-        _check_size(name, hf[name])
+        check_int(name, hf[name], 1)
     heads = hf["num_attention_heads"]
     return ModelConfig(
         **{name: hf[name] for name in required},

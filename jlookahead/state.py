@@ -17,8 +17,8 @@ RUNNING, EOS, LENGTH, CACHE_FULL = range(4)
 FINISH_REASONS = (None, "eos", "length", "cache_full")
 
 # Where an emitted token came from, by code.
-FROM_MODEL, FROM_NGRAM = range(2)
-SOURCES = ("model", "ngram")
+FROM_MODEL, FROM_NGRAM, FROM_PROMPT = range(3)
+SOURCES = ("model", "ngram", "prompt")
 
 
 @flax.struct.dataclass

@@ -29,7 +29,7 @@ class StreamedToken:
         token: its id.
         text: the text it completes; empty while a multi-byte character or a special token is
             held back, so the concatenation is the whole text. None without a tokenizer.
-        source: where it came from, `model` or `ngram`.
+        source: where it came from; see `Result`.
         num_rounds: forward passes so far, prefill not counted.
         finish_reason: set on the last token only; see `Result`.
     """
