@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +40,13 @@ _ROW = np.dtype(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Static tables of a round. Tables with a leading `T` axis have one entry per fill stage.
+    """Static tables of a round, one entry per variant: rows are always Q, their roles vary.
 
-    Shapes: `T` stages (1 unless the window warms up), `Q` packed rows, `R` draft rows,
-    `J` Jacobi columns (the width of the deepest level; 0 without a window).
+    Variants are the fill stages of a window that warms up, or the ways to divide the draft
+    rows between sources; the draft of a round says which one it is.
+
+    Shapes: `T` variants, `Q` packed rows, `R` draft rows, `J` Jacobi columns (the width of the
+    deepest level; 0 without a window), `M` the most tokens a round can emit.
 
     Attributes:
         rows: `[T, Q]` records (role, level, column, draft, offset).
@@ -51,8 +55,8 @@ class Layout:
         mask: `[T, Q, Q]` bool, True = row i attends to row j.
         logit_rows: `[T, 1 + R + J]` the rows whose logits are wanted: the ordinary row, the
             drafts, the deepest level.
-        parents: the draft token before each draft token, -1 for children of the ordinary row.
-        paths: `[R + 1, M]` packed rows from the ordinary row to draft r at entry r + 1 (to none
+        parents: `[T, R]` draft index of the token before, -1 for children of the ordinary row.
+        paths: `[T, R + 1, M]` packed rows from the ordinary row to draft r at entry r + 1 (to none
             at entry 0), filled up with the ordinary row.
         max_accepted: most draft tokens one round may accept, `M - 1`.
     """
@@ -62,7 +66,7 @@ class Layout:
     offsets: np.ndarray
     mask: np.ndarray
     logit_rows: np.ndarray
-    parents: tuple[int, ...]
+    parents: np.ndarray
     paths: np.ndarray
     num_jacobi: int
     max_accepted: int
@@ -73,7 +77,7 @@ class Layout:
 
     @property
     def num_drafts(self) -> int:
-        return len(self.parents)
+        return self.parents.shape[1]
 
     @property
     def max_emitted(self) -> int:
@@ -81,16 +85,29 @@ class Layout:
         return self.max_accepted + 1
 
 
-def at_stage(table: np.ndarray, stage: jax.Array) -> jax.Array:
-    """Selects a `[T, ...]` table at `stage [B]`: `[...]` if T is 1, else `[B, ...]`."""
-    return jnp.asarray(table[0]) if len(table) == 1 else jnp.asarray(table)[stage]
+def at_variant(table: np.ndarray, variant: jax.Array) -> jax.Array:
+    """Selects a `[T, ...]` table at `variant [B]`: `[1, ...]` if T is 1, else `[B, ...]`."""
+    return jnp.asarray(table) if len(table) == 1 else jnp.asarray(table)[variant]
 
 
-def chain_parents(num_chains: int, length: int) -> tuple[int, ...]:
-    """Parents of `num_chains` disjoint chains: `(-1, 0, 1, -1, 3, 4)` for two of three."""
-    return tuple(
-        -1 if s == 0 else c * length + s - 1 for c in range(num_chains) for s in range(length)
-    )
+@functools.lru_cache(maxsize=64)
+def stack_layouts(layouts: tuple[Layout, ...]) -> Layout:
+    """One layout with the variants of several that agree in everything but their forest."""
+
+    names = ("rows", "source", "offsets", "mask", "logit_rows", "parents", "paths")
+    tables: dict[str, Any] = {
+        name: np.concatenate([getattr(layout, name) for layout in layouts]) for name in names
+    }
+    return dataclasses.replace(layouts[0], **tables)
+
+
+def chain_parents(num_chains: int, length: int, num_linked: int = 1) -> tuple[int, ...]:
+    """Parents of `num_chains` chains: `(-1, 0, 1, -1, 3, 4)` for two of three.
+
+    The first `num_linked` of them form one long chain: `(-1, 0, 1, 2, 3, 4)` for both.
+    """
+    starts = set(range(0, num_chains * length, length)) - set(range(1, num_linked * length))
+    return tuple(-1 if i in starts else i - 1 for i in range(num_chains * length))
 
 
 def num_packed_rows(window: int, ngram: int, candidates: int) -> int:
@@ -162,8 +179,8 @@ def build_layout(
         logit_rows=np.stack(
             [_logit_rows(r, s, num_jacobi) for r, s in zip(rows, stages, strict=True)]
         ),
-        parents=parents,
-        paths=_paths(parents, first_draft=1 + num_cells, size=max_accepted + 1),
+        parents=np.tile(np.array(parents, np.int32), (len(stages), 1)),
+        paths=np.tile(_paths(parents, 1 + num_cells, max_accepted + 1), (len(stages), 1, 1)),
         num_jacobi=num_jacobi,
         max_accepted=max_accepted,
     )

@@ -1,5 +1,8 @@
 """Lookahead Decoding: drafts are n-grams harvested from the Jacobi trajectory window.
 
+By default prompt lookup shares the draft rows: what followed an earlier match of the current
+suffix takes the first of the G chains, linked into one, and the pool's n-grams the others.
+
 Source: Fu et al. (arXiv 2402.02057); `reference=True` follows the official implementation,
 `jacobi_greedy_search_multilevel` in `lade/decoding.py`, step for step.
 """
@@ -14,12 +17,16 @@ from jax import lax
 
 from jlookahead import ngram_pool
 from jlookahead.checks import check_int
-from jlookahead.layout import Layout, build_layout, chain_parents
-from jlookahead.state import FROM_NGRAM, Draft, RoundState
+from jlookahead.layout import Layout, build_layout, chain_parents, stack_layouts
+from jlookahead.state import FROM_NGRAM, FROM_PROMPT, Draft, RoundState
+from jlookahead.suffix_match import continuations, find_matches
 from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
 
 # Prompt n-grams inserted at once; the insertion compares all pairs of them.
 _PROMPT_BLOCK = 32
+# A match of m tokens drafts 2 + 2m, up to this many; longer matches are not told apart.
+_LONGEST_LOOKUP = 16
+_LONGEST_MATCH = (_LONGEST_LOOKUP - 2) // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +39,19 @@ class Lookahead:
         candidates: n-grams G stored per key and verified per round, at least 1.
         prompt_pool: whether the prompt and the emitted text feed the pool beside the
             trajectory.
+        prompt_lookup: whether what followed the last occurrence of the current suffix is
+            drafted too, in up to 80% of the draft rows.
         pool_capacity: keys the pool can hold per batch row; 4 (G (N-1) + 3) bytes each.
         reference: reproduce the official implementation: the window warms up over N-2
-            rounds from W+N-3 seeds and a full match earns no bonus token.
+            rounds from W+N-3 seeds, a full match earns no bonus token, and prompt lookup has
+            no part in it.
     """
 
     window: int = 15
     ngram: int = 5
     candidates: int = 15
     prompt_pool: bool = True
+    prompt_lookup: bool = True
     pool_capacity: int = 4096
     reference: bool = False
 
@@ -52,14 +63,28 @@ class Lookahead:
         check_int("pool_capacity", self.pool_capacity, 1, 1 << 20)
 
     @property
+    def max_linked(self) -> int:
+        """Chains that prompt lookup may link into one; 0 if it is off."""
+        if self.reference or not self.prompt_lookup:
+            return 0
+        wanted = -(-_LONGEST_LOOKUP // (self.ngram - 1))
+        return max(1, min(wanted, self.candidates * 4 // 5))
+
+    @property
     def layout(self) -> Layout:
         size = self.ngram - 1
-        return build_layout(
-            window=self.window,
-            ngram=self.ngram,
-            parents=chain_parents(self.candidates, size),
-            warm_up=self.reference,
-            max_accepted=size - 1 if self.reference else size,
+        longest = max(1, self.max_linked) * size
+        return stack_layouts(
+            tuple(
+                build_layout(
+                    window=self.window,
+                    ngram=self.ngram,
+                    parents=chain_parents(self.candidates, size, num_linked),
+                    warm_up=self.reference,
+                    max_accepted=longest - 1 if self.reference else longest,
+                )
+                for num_linked in range(self.max_linked + 1)
+            )
         )
 
     @property
@@ -105,27 +130,51 @@ class Lookahead:
     def _text_ngrams(self, state: RoundState, last: jax.Array, end: jax.Array):
         """N-grams whose last token stands at index `last`, `[M]` or `[B, M]`, before `end [B]`."""
         first = jnp.broadcast_to(last, (state.tokens.shape[0], last.shape[-1])) - self.ngram + 1
-        valid = (first >= 0) & (first + self.ngram <= end[:, None])
-        index = jnp.maximum(first, 0)[..., None] + jnp.arange(self.ngram)
-        index = jnp.minimum(index, state.tokens.shape[1] - 1)
-        flat = index.reshape(index.shape[0], -1)
-        ngrams = jnp.take_along_axis(state.tokens, flat, axis=1).reshape(index.shape)
-        return ngrams[..., 0], ngrams[..., 1:], valid
+        ngrams, exists = continuations(state.tokens, end, jnp.maximum(first, 0), self.ngram)
+        return ngrams[..., 0], ngrams[..., 1:], exists[..., -1] & (first >= 0)
 
     def propose(self, state: RoundState) -> Draft:
         trajectory, pool = _memory(state)
         suffixes, count = ngram_pool.find(pool, state.last_token)
+        batch, num_chains, size = suffixes.shape
+        chain = jnp.arange(num_chains)
         if self.reference:
             # The official code does not verify before the window is full.
             is_steady = trajectory.stage == self.ngram - 2
-            count = jnp.where(is_steady, count, 0)
-        filled = jnp.arange(self.candidates) < count[:, None]
-        valid = jnp.repeat(filled, self.ngram - 1, axis=1)
+            filled = chain < jnp.where(is_steady, count, 0)[:, None]
+            return Draft(
+                tokens=suffixes.reshape(batch, -1),
+                valid=jnp.repeat(filled, size, axis=1),
+                sources=jnp.full((batch, num_chains * size), FROM_NGRAM, jnp.int8),
+                variant=trajectory.stage,
+            )
+        tokens, exists, num_linked = self._look_up(state)
+        # The most recent n-grams take the chains that lookup leaves.
+        recency = chain - num_linked[:, None]
+        newest_first = jnp.clip(count[:, None] - 1 - recency, 0, num_chains - 1)
+        suffixes = jnp.take_along_axis(suffixes, newest_first[..., None], axis=1)
+        filled = (recency >= 0) & (recency < count[:, None])
+        is_linked = jnp.repeat(recency < 0, size, axis=1)
         return Draft(
-            tokens=suffixes.reshape(valid.shape),
-            valid=valid,
-            sources=jnp.full(valid.shape, FROM_NGRAM, jnp.int8),
+            tokens=jnp.where(is_linked, tokens, suffixes.reshape(batch, -1)),
+            valid=jnp.where(is_linked, exists, jnp.repeat(filled, size, axis=1)),
+            sources=jnp.where(is_linked, FROM_PROMPT, FROM_NGRAM).astype(jnp.int8),
+            variant=num_linked,
         )
+
+    def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Prompt lookup: ids and which exist, `[B, R]`, and the chains they take, `[B]`."""
+        size = self.ngram - 1
+        num_rows, num_linked = self.candidates * size, jnp.zeros_like(state.length)
+        if not self.max_linked:
+            nothing = jnp.zeros((len(num_linked), num_rows), jnp.int32)
+            return nothing, nothing.astype(bool), num_linked
+        starts, match_len = find_matches(state.tokens, state.length, _LONGEST_MATCH, 1)
+        tokens, exists = continuations(state.tokens, state.length, starts, num_rows)
+        wanted = jnp.select([match_len == 0, match_len == 1], [0, 3], 2 + 2 * match_len)
+        wanted = jnp.minimum(wanted, self.max_linked * size)
+        exists &= jnp.arange(num_rows) < wanted[..., None]
+        return tokens[:, 0], exists[:, 0], -(-wanted[:, 0] // size)
 
     def observe(
         self, before: RoundState, after: RoundState, jacobi_logits: jax.Array

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jlookahead.layout import Layout, at_stage
+from jlookahead.layout import Layout, at_variant
 from jlookahead.model import KVCache, KVRows, Params, TargetModel
 from jlookahead.sampling import select
 from jlookahead.state import EOS, RUNNING, Draft, RoundInfo, RoundState
@@ -47,9 +47,9 @@ def decode_round(
         hidden, new_kv = model.forward(
             params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
         )
-        wanted = jnp.broadcast_to(rows.logit_rows, (hidden.shape[0], rows.logit_rows.shape[-1]))
-        logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
-        chex.assert_shape(logits, (*wanted.shape, model.vocab_size))
+        wanted = jnp.take_along_axis(hidden, rows.logit_rows[..., None], axis=1)
+        logits = model.logits(params, wanted)
+        chex.assert_shape(logits, (*rows.logit_rows.shape, model.vocab_size))
         chex.assert_type(logits, jnp.float32)
     with jax.named_scope("verify"):
         to_verify, jacobi = jnp.split(logits, [1 + layout.num_drafts], axis=1)
@@ -64,28 +64,27 @@ def decode_round(
 
 @flax.struct.dataclass
 class PackedRows:
-    """What the network is fed. Without a warm-up, mask and logit rows have no batch axis."""
+    """What the network is fed. The mask has one entry for all rows if the layout never varies."""
 
     tokens: jax.Array  # [B, Q] int32
     positions: jax.Array  # [B, Q] int32
-    mask: jax.Array  # [Q, Q] or [B, Q, Q] bool, True = attends
-    logit_rows: jax.Array  # [1 + R + J] or [B, 1 + R + J] int32
+    mask: jax.Array  # [1, Q, Q] or [B, Q, Q] bool, True = attends
+    logit_rows: jax.Array  # [B, 1 + R + J] int32
 
 
 def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
     """Lays last token, window and drafts out as query rows."""
     batch = state.tokens.shape[0]
     parts = [state.last_token[:, None], draft.tokens]
-    stage = jnp.zeros(batch, jnp.int32)
     if state.window is not None:
         parts.insert(1, state.window.tokens.reshape(batch, -1))
-        stage = state.window.stage
-    source = jnp.broadcast_to(at_stage(layout.source, stage), (batch, layout.num_rows))
+    source = at_variant(layout.source, draft.variant)
+    logit_rows = at_variant(layout.logit_rows, draft.variant)
     return PackedRows(
         tokens=jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1),
-        positions=state.length[:, None] - 1 + at_stage(layout.offsets, stage),
-        mask=at_stage(layout.mask, stage),
-        logit_rows=at_stage(layout.logit_rows, stage),
+        positions=state.length[:, None] - 1 + at_variant(layout.offsets, draft.variant),
+        mask=at_variant(layout.mask, draft.variant),
+        logit_rows=jnp.broadcast_to(logit_rows, (batch, logit_rows.shape[1])),
     )
 
 
@@ -156,14 +155,14 @@ def _report(
 ) -> RoundInfo:
     active = ~state.done
     kept = jnp.arange(layout.max_emitted) < num_emitted[:, None]
-    is_root = jnp.array([parent < 0 for parent in layout.parents], bool)
+    parents = jnp.broadcast_to(at_variant(layout.parents, draft.variant), draft.tokens.shape)
     return RoundInfo(
         num_emitted=num_emitted,
         emitted=jnp.where(kept, verdict.emitted, state.pad_id),
         sources=jnp.where(kept, verdict.sources, 0),
         num_accepted=jnp.clip(verdict.num_accepted, 0, jnp.maximum(num_emitted - 1, 0)),
-        num_candidates=jnp.where(active, (draft.valid & is_root).sum(axis=1), 0),
+        num_candidates=jnp.where(active, (draft.valid & (parents < 0)).sum(axis=1), 0),
         draft=draft,
         winner=jnp.where(active, verdict.winner, -1),
-        parents=layout.parents,
+        parents=parents,
     )

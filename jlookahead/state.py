@@ -61,11 +61,12 @@ class RoundState:
 
 @flax.struct.dataclass
 class Draft:
-    """Draft tokens on the static forest of the layout. Shapes: R draft rows."""
+    """Draft tokens on a forest of the layout. Shapes: R draft rows."""
 
     tokens: jax.Array  # [B, R] int32
     valid: jax.Array  # [B, R] bool
     sources: jax.Array  # [B, R] int8, source code
+    variant: jax.Array  # [B] int32, which variant of the layout the rows follow
 
 
 @flax.struct.dataclass
@@ -82,18 +83,19 @@ class RoundInfo:
     num_candidates: jax.Array  # [B] int32, draft sequences that were verified
     draft: Draft
     winner: jax.Array  # [B] int32, draft row accepted last, -1 if none
-    parents: tuple[int, ...] = flax.struct.field(pytree_node=False)  # [R], see `Layout`
+    parents: jax.Array  # [B, R] int32, see `Layout`
 
     def candidates(self, row: int = 0) -> list[list[int]]:
         """The draft sequences one batch row verified, root to leaf, in order (on the host)."""
         tokens, valid = np.asarray(self.draft.tokens)[row], np.asarray(self.draft.valid)[row]
-        extended = {p for p, ok in zip(self.parents, valid, strict=True) if ok}
+        parents = np.asarray(self.parents)[row].tolist()
+        extended = {p for p, ok in zip(parents, valid, strict=True) if ok}
         sequences = []
         for leaf in range(len(tokens)):
             if not valid[leaf] or leaf in extended:
                 continue
             path = [leaf]
-            while self.parents[path[-1]] >= 0:
-                path.append(self.parents[path[-1]])
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
             sequences.append(tokens[path[::-1]].tolist())
         return sequences

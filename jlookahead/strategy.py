@@ -61,7 +61,12 @@ class Autoregressive:
 
     def propose(self, state: RoundState) -> Draft:
         none = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-        return Draft(tokens=none, valid=none.astype(bool), sources=none.astype(jnp.int8))
+        return Draft(
+            tokens=none,
+            valid=none.astype(bool),
+            sources=none.astype(jnp.int8),
+            variant=jnp.zeros_like(state.length),
+        )
 
     def observe(
         self, before: RoundState, after: RoundState, jacobi_logits: jax.Array

@@ -10,10 +10,9 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jlookahead.layout import Layout
+from jlookahead.layout import Layout, at_variant
 from jlookahead.state import FROM_MODEL, Draft
 
 Selector = Callable[[jax.Array, jax.Array], jax.Array]
@@ -42,8 +41,8 @@ def verify(
 
     Args:
         logits: `[B, 1 + R, V]` of the ordinary row and the draft rows.
-        draft: tokens on the layout's forest.
-        layout: the forest, and `max_accepted`.
+        draft: tokens on a forest of the layout.
+        layout: the forests, and `max_accepted`.
         position: `[B]` absolute position of the ordinary row.
         select: the target's choice, `(logits [B, V], positions [B]) -> tokens [B]`.
 
@@ -51,7 +50,8 @@ def verify(
         a `Verdict`; ties between survivors go to the lowest draft row.
     """
     batch, num_emitted = logits.shape[0], layout.max_emitted
-    parents = np.array(layout.parents, np.int32)
+    num_drafts = layout.num_drafts
+    parents = jnp.broadcast_to(at_variant(layout.parents, draft.variant), (batch, num_drafts))
 
     def is_running(carry):
         depth, running, *_ = carry
@@ -62,13 +62,13 @@ def verify(
         conditional = jnp.take_along_axis(logits, winner[:, None, None] + 1, axis=1)[:, 0]
         token = select(conditional, position + 1 + depth)
         emitted = emitted.at[:, depth].set(jnp.where(running, token, 0))
-        alive = jnp.where(parents < 0, depth == 0, alive[:, parents])
+        parent_alive = jnp.take_along_axis(alive, jnp.maximum(parents, 0), axis=1)
+        alive = jnp.where(parents < 0, depth == 0, parent_alive)
         alive &= draft.valid & (draft.tokens == token[:, None])
         alive &= (running & (depth < layout.max_accepted))[:, None]
         survives = alive.any(axis=1)
-        lowest = jnp.where(alive, np.arange(len(parents)), len(parents)).min(
-            axis=1, initial=len(parents)
-        )
+        lowest = jnp.where(alive, jnp.arange(num_drafts), num_drafts)
+        lowest = lowest.min(axis=1, initial=num_drafts)
         winner = jnp.where(survives, lowest, winner)
         return depth + 1, survives, alive, winner, num_accepted + survives, emitted
 
@@ -78,14 +78,16 @@ def verify(
         (
             jnp.int32(0),
             jnp.ones(batch, bool),
-            jnp.zeros((batch, len(parents)), bool),
+            jnp.zeros((batch, num_drafts), bool),
             jnp.full(batch, -1, jnp.int32),
             jnp.zeros(batch, jnp.int32),
             jnp.zeros((batch, num_emitted), jnp.int32),
         ),
     )
-    path = jnp.asarray(layout.paths)[winner + 1]
-    first_draft = layout.num_rows - layout.num_drafts
+    paths = at_variant(layout.paths, draft.variant)
+    paths = jnp.broadcast_to(paths, (batch, *paths.shape[1:]))
+    path = jnp.take_along_axis(paths, winner[:, None, None] + 1, axis=1)[:, 0]
+    first_draft = layout.num_rows - num_drafts
     path_draft = path[:, 1:] - first_draft  # negative beyond the winner
     padded = jnp.pad(draft.sources, ((0, 0), (0, 1)), constant_values=FROM_MODEL)
     sources = jnp.take_along_axis(padded, jnp.maximum(path_draft, 0), axis=1)

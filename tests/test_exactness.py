@@ -29,6 +29,8 @@ SHAPES = [
     (12, 3, 1, 1, 4096, {}),
     (2, 8, 5, 1, 4096, {}),
     (5, 3, 5, 1, 8, {}),
+    (7, 5, 7, 1, 4096, {"prompt_lookup": False}),
+    (5, 4, 3, 3, 4096, {"prompt_lookup": False}),
     (5, 4, 3, 3, 4096, {}),
     (4, 3, 2, 5, 16, {}),
     (2, 2, 2, 2, 4096, {}),
@@ -36,7 +38,7 @@ SHAPES = [
     (4, 4, 2, 1, 4096, {"reference": True}),
     (3, 8, 3, 2, 4096, {"reference": True, "prompt_pool": False}),
 ]
-CASES_PER_SHAPE = 24  # 14 x 24 = 336 combinations
+CASES_PER_SHAPE = 24  # 16 x 24 = 384 combinations
 
 
 def random_case(rng: random.Random, batch: int, vocab_size: int):
@@ -202,16 +204,29 @@ def test_a_cyclic_text_reaches_the_most_tokens_a_round_can_give(ngram):
     one token behind, or a bonus thrown away, would still give the right text."""
     successor = jnp.roll(jnp.arange(23), -1)
     prompt = [*range(23), *range(23), 0]
-    cfg = jl.Config(strategy=jl.Lookahead(4, ngram, 2), max_new_tokens=20 * ngram)
+    strategy = jl.Lookahead(4, ngram, 2, prompt_lookup=False)
+    cfg = jl.Config(strategy=strategy, max_new_tokens=20 * ngram)
     out = jl.generate(successor, prompt, cfg, model=SuccessorTable(23))
     assert out.tokens == [(1 + i) % 23 for i in range(20 * ngram)]
     assert out.num_rounds == 20
 
 
+def test_lookup_and_pool_share_the_draft_rows():
+    """A lap in the prompt: lookup fills its chains, twelve tokens, and the bonus comes on top.
+    Without lookup no round of the same program could emit more than five."""
+    successor = jnp.roll(jnp.arange(23), -1)
+    cfg = jl.Config(strategy=jl.Lookahead(4, 5, 4), max_new_tokens=20 * 13)
+    out = jl.generate(successor, [*range(23), *range(23), 0], cfg, model=SuccessorTable(23))
+    assert out.tokens == [(1 + i) % 23 for i in range(20 * 13)]
+    assert out.num_rounds == 20
+    assert out.sources == ([*["prompt"] * 12, "model"]) * 20
+
+
 def test_the_window_alone_finds_ngrams():
     """Acceptance from the trajectory, no text fed: a window that learnt nothing fails here."""
     successor = jnp.roll(jnp.arange(9), -1)
-    cfg = jl.Config(strategy=jl.Lookahead(9, 4, 3, prompt_pool=False), max_new_tokens=200)
+    strategy = jl.Lookahead(9, 4, 3, prompt_pool=False, prompt_lookup=False)
+    cfg = jl.Config(strategy=strategy, max_new_tokens=200)
     out = jl.generate(successor, [0], cfg, model=SuccessorTable(9))
     assert out.tokens == [(1 + i) % 9 for i in range(200)]
     assert out.tokens_per_round > 3

@@ -24,10 +24,11 @@ from jlookahead.layout import (
     UNUSED,
     WINDOW,
     Layout,
-    at_stage,
+    at_variant,
     build_layout,
     chain_parents,
     num_packed_rows,
+    stack_layouts,
 )
 
 Label = tuple  # ("b", k), ("u", r, j), ("v", d); ("unused", i) for a row without a role
@@ -84,7 +85,7 @@ def test_example_visibility(example):
 def test_example_logit_rows(example):
     assert example.num_jacobi == 5
     assert example.logit_rows[0].tolist() == [0, *range(15, 21), *range(10, 15)]
-    assert example.paths.tolist() == [
+    assert example.paths[0].tolist() == [
         [0, 0, 0, 0],
         [0, 15, 0, 0],
         [0, 15, 16, 0],
@@ -209,14 +210,14 @@ def test_warm_up_with_an_ngram_larger_than_the_window(window, ngram):
     assert in_window.tolist() == sizes
     assert ((layout.rows["role"] == DRAFT).sum(axis=1) == ngram - 1).all()
     drafts = np.flatnonzero(layout.rows["role"][0] == DRAFT)
-    assert layout.paths[-1].tolist() == [0, *drafts]
+    assert layout.paths[0, -1].tolist() == [0, *drafts]
 
 
-def test_at_stage_has_a_batch_axis_only_where_stages_differ():
+def test_at_variant_has_an_entry_per_row_only_where_variants_differ():
     stage = jnp.array([2, 0])
     steady, filling = build_layout(3, 4), build_layout(3, 4, warm_up=True)
-    assert at_stage(steady.offsets, stage).shape == (steady.num_rows,)
-    assert (at_stage(filling.offsets, stage) == filling.offsets[[2, 0]]).all()
+    assert at_variant(steady.offsets, stage).shape == (1, steady.num_rows)
+    assert (at_variant(filling.offsets, stage) == filling.offsets[[2, 0]]).all()
 
 
 # --- the definition, with sets of labels ----------------------------------------------------
@@ -326,3 +327,23 @@ def expected_logit_labels(layout, window, ngram, stage, num_drafts) -> list[Labe
     deepest = [("u", stage, j) if stage else ("b", j) for j in range(width)]
     filler = [("b", 0)] * (layout.num_jacobi - width)
     return [("b", 0), *(("v", d) for d in range(num_drafts)), *deepest, *filler]
+
+
+def test_linked_chains():
+    assert chain_parents(2, 3) == (-1, 0, 1, -1, 3, 4)
+    assert chain_parents(2, 3, num_linked=2) == (-1, 0, 1, 2, 3, 4)
+    assert chain_parents(3, 2, num_linked=2) == (-1, 0, 1, 2, -1, 4)
+
+
+def test_a_stack_of_layouts_has_the_variants_of_all():
+    forests = [chain_parents(3, 2, num_linked) for num_linked in range(4)]
+    single = [build_layout(4, 3, parents, max_accepted=6) for parents in forests]
+    layout = stack_layouts(tuple(single))
+    assert (layout.num_rows, layout.num_drafts) == (single[0].num_rows, 6)
+    for t, one in enumerate(single):
+        for name in ("rows", "source", "offsets", "mask", "logit_rows", "parents", "paths"):
+            np.testing.assert_array_equal(getattr(layout, name)[t], getattr(one, name)[0])
+    # The long chain's last token sees all before it and stands behind them.
+    assert layout.paths[3, -1].tolist() == [0, *range(8, 14)]
+    assert layout.offsets[3, 8:].tolist() == [1, 2, 3, 4, 5, 6]
+    assert visible(layout.mask[3])[-1] == {0, *range(8, 14)}

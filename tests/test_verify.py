@@ -99,12 +99,12 @@ def brute_force(layout: Layout, row_logits, tokens, valid, sources, position) ->
             for i, d in enumerate(path)
         )
 
-    paths = [root_path(layout.parents, d) for d in range(layout.num_drafts)]
+    paths = [root_path(layout.parents[0].tolist(), d) for d in range(layout.num_drafts)]
     agreed = [path for path in paths if is_agreed(path)]
     num_accepted = max(map(len, agreed), default=0)
     # The lowest of the longest; K/V and sources are those of its own path.
     winner = min((p[-1] for p in agreed if p and len(p) == num_accepted), default=-1)
-    path = root_path(layout.parents, winner)
+    path = root_path(layout.parents[0].tolist(), winner)
     own = choice(row_logits[winner + 1], position + 1 + num_accepted)
     first_row = layout.num_rows - layout.num_drafts
 
@@ -155,14 +155,15 @@ def make_inputs(case: dict, parents: tuple[int, ...]) -> tuple[np.ndarray, Draft
                 position = int(case["position"][b]) + len(path)
                 tokens[b, d] = choice(logits[b, 1 + parents[d]], position)
             logits[b, 1 + d] = conditional(seed, tuple(tokens[b, path].tolist()))
-    return logits, Draft(tokens=tokens, valid=case["valid"], sources=case["sources"])
+    zero = np.zeros(BATCH, np.int32)
+    return logits, Draft(tokens, case["valid"], case["sources"], variant=zero)
 
 
 @given(cases())
 @settings(deadline=None, max_examples=200)
 def test_equals_brute_force(case):
     layout, run = program(case["forest"])
-    logits, draft = make_inputs(case, layout.parents)
+    logits, draft = make_inputs(case, layout.parents[0].tolist())
     verdict = run(logits, draft, case["position"])
     for b in range(BATCH):
         found = row_of(verdict, b)
@@ -191,7 +192,8 @@ def one_hot_logits(answers: list[int]) -> jax.Array:
 
 def draft_of(*candidates: list[int]) -> Draft:
     tokens = jnp.array([sum(candidates, [])])
-    return Draft(tokens, jnp.ones_like(tokens, bool), jnp.full(tokens.shape, FROM_NGRAM, jnp.int8))
+    sources = jnp.full(tokens.shape, FROM_NGRAM, jnp.int8)
+    return Draft(tokens, jnp.ones_like(tokens, bool), sources, jnp.zeros(1, jnp.int32))
 
 
 @pytest.mark.parametrize("third", [H2, OTHER])
@@ -243,7 +245,7 @@ def test_without_drafts_it_is_the_plain_decoder():
     none = jnp.zeros((BATCH, 0), jnp.int32)
     logits = np.stack([conditional(seed, ()) for seed in range(BATCH)])
     position = jnp.arange(BATCH) * 3
-    draft = Draft(none, none.astype(bool), none.astype(jnp.int8))
+    draft = Draft(none, none.astype(bool), none.astype(jnp.int8), jnp.zeros(len(none), jnp.int32))
     verdict = verify(jnp.asarray(logits)[:, None], draft, layout, position, select_by_position)
     expected = [choice(logits[b], 3 * b + 1) for b in range(BATCH)]
     assert verdict.emitted.tolist() == [[token] for token in expected]
@@ -258,7 +260,8 @@ def test_number_of_selections(rights, draws):
     layout = build_layout(parents=chain_parents(1, 3))
     target = jnp.array([H0, H1, H2])
     tokens = jnp.stack([jnp.where(jnp.arange(3) < right, target, OTHER) for right in rights])
-    draft = Draft(tokens, jnp.ones_like(tokens, bool), jnp.zeros(tokens.shape, jnp.int8))
+    sources, variant = jnp.zeros(tokens.shape, jnp.int8), jnp.zeros(len(tokens), jnp.int32)
+    draft = Draft(tokens, jnp.ones_like(tokens, bool), sources, variant)
     logits = jnp.tile(one_hot_logits([H0, H1, H2, H3]), (len(rights), 1, 1))
     positions_seen: list[list[int]] = []
 
@@ -276,7 +279,7 @@ def test_number_of_selections(rights, draws):
 @settings(deadline=None, max_examples=30)
 def test_rows_of_the_batch_are_independent(case, order):
     layout, run = program(case["forest"])
-    logits, draft = make_inputs(case, layout.parents)
+    logits, draft = make_inputs(case, layout.parents[0].tolist())
     verdict = run(logits, draft, case["position"])
     order = np.array(order)
     others_changed = jax.tree.map(lambda x: x[order], (logits, draft, case["position"]))

@@ -16,7 +16,11 @@ from jlookahead.streaming import StreamedToken
 
 Show = Callable[[StreamedToken], None]
 
-TITLES = {"autoregressive": "plain decoding", "lookahead": "lookahead"}
+TITLES = {
+    "autoregressive": "plain decoding",
+    "lookahead": "lookahead",
+    "prompt-lookup": "prompt lookup",
+}
 ACCEPTED = "green"
 
 _FIGURES_HEIGHT = 4  # lines of a terminal kept free of text while it grows

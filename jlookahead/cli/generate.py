@@ -18,9 +18,10 @@ from jlookahead.cli.prompt_options import encode_prompt, read_prompt
 from jlookahead.cli.runs import Run
 from jlookahead.config import Sampling
 from jlookahead.lookahead import Lookahead
+from jlookahead.prompt_lookup import PromptLookup
 from jlookahead.strategy import Autoregressive, Strategy
 
-PLAIN, LOOKAHEAD = "autoregressive", "lookahead"
+PLAIN, LOOKAHEAD, LOOKUP = "autoregressive", "lookahead", "prompt-lookup"
 
 
 def generate(
@@ -44,7 +45,9 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not wrap the text in the model's chat template.")
     ] = False,
-    strategy: Annotated[str, typer.Option(help="lookahead or autoregressive.")] = LOOKAHEAD,
+    strategy: Annotated[
+        str, typer.Option(help="lookahead, prompt-lookup or autoregressive.")
+    ] = LOOKAHEAD,
     window: Annotated[int, typer.Option(help="Lookahead: columns of the window.")] = 15,
     ngram: Annotated[int, typer.Option(help="Lookahead: n-gram size.")] = 5,
     candidates: Annotated[int, typer.Option(help="Lookahead: n-grams verified per round.")] = 15,
@@ -75,6 +78,7 @@ def generate(
 
     known: dict[str, Strategy] = {
         LOOKAHEAD: Lookahead(window=window, ngram=ngram, candidates=candidates),
+        LOOKUP: PromptLookup(),
         PLAIN: Autoregressive(),
     }
     if strategy not in known:

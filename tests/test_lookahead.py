@@ -1,0 +1,91 @@
+"""What lookahead drafts: lookup's continuation first, then the pool, on shared rows."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import SuccessorTable
+
+import jlookahead as jl
+from jlookahead.decoding import prepare
+from jlookahead.state import SOURCES
+
+MAX_PROMPT = 64
+
+
+@functools.lru_cache
+def program(strategy: jl.Lookahead):
+    """ids `[1, MAX_PROMPT]` and their number -> the first round's draft."""
+    cfg = jl.Config(strategy=strategy, max_new_tokens=1)
+    call = prepare([0] * MAX_PROMPT, cfg, None, None, SuccessorTable(9))
+    blank = call.start(jnp.zeros(9, jnp.int32), None)
+
+    def run(ids, length):
+        tokens = blank.tokens.at[:, :MAX_PROMPT].set(ids)
+        state = blank.replace(tokens=tokens, length=length, prompt_len=length)
+        return strategy.propose(strategy.start(state, None))
+
+    return jax.jit(run)
+
+
+def expected_drafts(ids: list[int], strategy: jl.Lookahead) -> list[tuple[str, list[int]]]:
+    """By the rules: a match of m tokens (at most 7) drafts 2 + 2m, or 3 where m is 1, in whole
+    chains and at most 80% of them; the rest goes to the key's n-grams, most recent first."""
+    size, num_chains = strategy.ngram - 1, strategy.candidates
+    drafts, taken = [], 0
+    if strategy.prompt_lookup:
+        for m in range(7, 0, -1):
+            ends = [e for e in range(m, len(ids)) if ids[e - m : e] == ids[-m:]]
+            if ends:
+                most = max(1, min(-(-16 // size), num_chains * 4 // 5)) * size
+                wanted = min(3 if m == 1 else 2 + 2 * m, most)
+                drafts.append(("prompt", ids[ends[-1] :][:wanted]))
+                taken = -(-wanted // size)
+                break
+    bucket: list[list[int]] = []
+    for first in range(len(ids) - size):
+        key, suffix = ids[first], ids[first + 1 : first + 1 + size]
+        if key == ids[-1]:
+            bucket = [other for other in bucket if other != suffix] + [suffix]
+    newest = bucket[::-1][:num_chains]
+    return drafts + [("ngram", suffix) for suffix in newest[: num_chains - taken]]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        jl.Lookahead(3, 5, 7),
+        jl.Lookahead(3, 3, 2),
+        jl.Lookahead(2, 2, 6),
+        jl.Lookahead(1, 4, 1),
+        jl.Lookahead(3, 4, 3, prompt_lookup=False),
+    ],
+    ids=lambda s: f"N{s.ngram}-G{s.candidates}-lookup{s.prompt_lookup}",
+)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_PROMPT))
+@settings(deadline=None, max_examples=60)
+def test_drafts_equal_the_rules(strategy, ids):
+    padded = np.resize(np.array(ids, np.int32), (1, MAX_PROMPT))
+    draft = program(strategy)(padded, jnp.array([len(ids)]))
+    tokens, valid = np.asarray(draft.tokens)[0], np.asarray(draft.valid)[0]
+    sources = np.asarray(draft.sources)[0]
+    parents = strategy.layout.parents[int(draft.variant[0])]
+    chains: list[tuple[str, list[int]]] = []
+    for row in np.flatnonzero(valid):
+        if parents[row] < 0:
+            chains.append((SOURCES[sources[row]], []))
+        assert chains[-1][0] == SOURCES[sources[row]]
+        chains[-1][1].append(int(tokens[row]))
+    assert chains == expected_drafts(ids, strategy)
+
+
+def test_reference_mode_has_no_lookup():
+    strategy = jl.Lookahead(3, 4, 3, reference=True)
+    assert strategy.max_linked == 0
+    assert len(strategy.layout.parents) == strategy.ngram - 1  # fill stages, one forest
