@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"checkpoints_convert: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("checkpoints_convert: interrupted, nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raises `ValueError` unless `value` is an integer from `low` to `high`."""
+
+def check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
+    """Raises `ValueError` unless `value` is an int from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, allowed is an int, {low} to {high}")
+
+
+def check_number(name: str, value: object, allowed: str, low: float, high: float) -> None:
+    """Raises `ValueError` unless `value` is a finite number from `low` to `high`."""
     if (
-        not isinstance(value, int)
+        not isinstance(value, int | float)
         or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
+        or not math.isfinite(value)
+        or not low <= value <= high
     ):
-        allowed = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ValueError(f"{name}: got {value!r}, allowed is an integer, {allowed}")
+        raise ValueError(f"{name}: got {value!r}, allowed is {allowed}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises `ValueError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, allowed is True or False")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from jlookahead.checks import check_int
+from jlookahead.checks import check_int, check_number
 from jlookahead.lookahead import Lookahead
 from jlookahead.model_config import ModelConfig
 from jlookahead.strategy import Strategy
+
+_TINY = 5e-324  # the least positive float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +35,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature: got {self.temperature}, must be 0 or positive")
+        check_number("temperature", self.temperature, "0 to 1e30", 0, 1e30)
         check_int("top_k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: got {self.top_p}, allowed is above 0 and up to 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p: got {self.min_p}, allowed is 0 to 1")
+        check_number("top_p", self.top_p, "above 0 and up to 1", _TINY, 1)
+        check_number("min_p", self.min_p, "0 to 1", 0, 1)
         check_int("seed", self.seed, 0, 2**32 - 1)
 
 
@@ -68,11 +67,15 @@ class Config:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 0)
+        check_int("pad_token_id", self.pad_token_id, 0)
+        if not isinstance(self.model, ModelConfig | None):
+            raise ValueError(f"model: got {self.model!r}, allowed is a ModelConfig or None")
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling: got {self.sampling!r}, allowed is a Sampling")
         if not isinstance(self.eos_token_ids, tuple):
             raise ValueError(f"eos_token_ids: got {self.eos_token_ids!r}, must be a tuple of ids")
         for token in self.eos_token_ids:
             check_int("eos_token_ids", token, 0)
-        check_int("pad_token_id", self.pad_token_id, 0)
         if self.cache_len is not None:
             check_int("cache_len", self.cache_len, 1)
         parts = ("layout", "start", "propose", "observe")

@@ -1,8 +1,7 @@
-"""The entry points: prepare a call, prefill, and run rounds on the device.
+"""The entry points: prefill, and rounds in one loop on the device.
 
 Two programs per call shape are compiled: `_start` (prefill, proposer memory) and
-`run_rounds` (one `lax.while_loop` over rounds, with the state donated). Shapes are
-bucketed, and lengths, budgets, EOS ids and sampling parameters are arrays.
+`run_rounds` (one `lax.while_loop` over rounds, with the state donated).
 """
 
 from __future__ import annotations
@@ -17,26 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jlookahead.config import Config, Sampling
-from jlookahead.lookahead import Lookahead
-from jlookahead.model import PREFIX_CHUNK, KVCache, LlamaModel, Params, TargetModel
-from jlookahead.prompts import Prompt, to_rows
+from jlookahead.call import Call, CallArrays, check_initial_window, prepare
+from jlookahead.config import Config
+from jlookahead.model import KVCache, Params, TargetModel
+from jlookahead.prompts import Prompt
 from jlookahead.rounds import decode_round
-from jlookahead.sampling import Sampler
-from jlookahead.state import (
-    CACHE_FULL,
-    FINISH_REASONS,
-    LENGTH,
-    RUNNING,
-    SOURCES,
-    RoundInfo,
-    RoundState,
-)
+from jlookahead.state import FINISH_REASONS, RUNNING, SOURCES, RoundInfo, RoundState
 from jlookahead.strategy import Strategy
 
 PREFILL_CHUNK = 512
-_MIN_PREFILL = 16
-_EOS_SLOTS = 8
 _NO_ROUND_LIMIT = np.int32(np.iinfo(np.int32).max)
 
 
@@ -85,8 +73,8 @@ def generate(
     Raises:
         ValueError: before anything compiles, naming the field, the value, what is allowed.
     """
-    call = prepare(prompt, cfg, tokenizer, row_ids, model)
-    state = call.start(params, None)
+    call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
+    state = start(call, params)
     _, progress = run_rounds(call.model, cfg.strategy, params, state, _NO_ROUND_LIMIT)
     return _collect(progress, call, tokenizer)
 
@@ -118,151 +106,23 @@ def iter_rounds(
         initial_window: the W+N-3 tokens that seed level 0, for `Lookahead(reference=True)`.
         Others: see `generate`.
     """
-    call = prepare(prompt, cfg, tokenizer, row_ids, model)
-    state = call.start(params, _check_initial_window(initial_window, cfg.strategy, call.model))
+    call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
+    window = check_initial_window(initial_window, call.strategy, call.model)
+    return _iter_rounds(params, call, window)
+
+
+def _iter_rounds(
+    params: Params, call: Call, initial_window: np.ndarray | None
+) -> Iterator[tuple[RoundState, RoundInfo]]:
+    state = start(call, params, initial_window)
     while not bool(state.done.all()):
-        state, info = _run_one_round(call.model, cfg.strategy, params, state)
+        state, info = _run_one_round(call.model, call.strategy, params, state)
         yield state, info
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A validated call: host arrays, ready for the device."""
-
-    model: TargetModel
-    strategy: Strategy
-    num_slots: int
-    is_batch: bool
-    prompt: np.ndarray  # [B, P] int32, padded to a bucket
-    prompt_len: np.ndarray  # [B] int32
-    limit: np.ndarray  # [B] int32
-    limit_reason: np.ndarray  # [B] int32
-    eos_ids: np.ndarray  # [E] int32
-    pad_id: np.ndarray  # [] int32
-    sampler: Sampler | None
-
-    def start(self, params: Params, initial_window: np.ndarray | None) -> RoundState:
-        return _start(
-            self.model,
-            self.strategy,
-            self.num_slots,
-            params,
-            self.prompt,
-            self.prompt_len,
-            self.limit,
-            self.limit_reason,
-            self.eos_ids,
-            self.pad_id,
-            self.sampler,
-            initial_window,
-        )
-
-
-def prepare(
-    prompt: Prompt,
-    cfg: Config,
-    tokenizer: Any,
-    row_ids: Sequence[int] | None,
-    model: TargetModel | None,
-) -> Call:
-    model = model or _llama(cfg)
-    rows, is_batch = to_rows(prompt, tokenizer, model.vocab_size)
-    for token in cfg.eos_token_ids:
-        if token >= model.vocab_size:
-            raise ValueError(f"eos_token_ids: got {token}, allowed are 0 to {model.vocab_size - 1}")
-    prompt_len = np.array([len(row) for row in rows], np.int32)
-    limit = prompt_len + cfg.max_new_tokens
-    longest, context = int(prompt_len.max()), model.max_position_embeddings
-    if longest + cfg.max_new_tokens > context:
-        raise ValueError(
-            f"max_new_tokens: got {cfg.max_new_tokens} after a prompt of {longest} tokens, "
-            f"allowed are {context} together (the model's context)"
-        )
-    reason = np.full_like(limit, LENGTH)
-    if cfg.cache_len is not None:
-        if longest > cfg.cache_len:
-            raise ValueError(
-                f"cache_len: got {cfg.cache_len}, the prompt alone has {longest} tokens"
-            )
-        reason[limit > cfg.cache_len] = CACHE_FULL
-        limit = np.minimum(limit, cfg.cache_len)
-
-    padded_len = _prefill_bucket(longest)
-    padded = np.full((len(rows), padded_len), cfg.pad_token_id, np.int32)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    eos_ids = np.full((len(cfg.eos_token_ids) // _EOS_SLOTS + 1) * _EOS_SLOTS, -1, np.int32)
-    eos_ids[: len(cfg.eos_token_ids)] = cfg.eos_token_ids
-    return Call(
-        model=model,
-        strategy=cfg.strategy,
-        # A block of slack, so that the last round's update never runs past the end.
-        num_slots=_cache_bucket(
-            max(padded_len, int(limit.max()) + cfg.strategy.layout.max_emitted)
-        ),
-        is_batch=is_batch,
-        prompt=padded,
-        prompt_len=prompt_len,
-        limit=limit.astype(np.int32),
-        limit_reason=reason,
-        eos_ids=eos_ids,
-        pad_id=np.array(cfg.pad_token_id, np.int32),
-        sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
-    )
-
-
-def _llama(cfg: Config) -> TargetModel:
-    if cfg.model is None:
-        raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")
-    return LlamaModel(cfg.model)
-
-
-def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int) -> Sampler | None:
-    ids = list(range(batch)) if row_ids is None else [int(i) for i in row_ids]
-    if len(ids) != batch or not all(0 <= i < 2**31 for i in ids):
-        raise ValueError(f"row_ids: got {row_ids}, must be {batch} non-negative integers")
-    if sampling.temperature == 0:
-        return None
-    return Sampler(
-        temperature=jnp.asarray(sampling.temperature, jnp.float32),
-        top_k=jnp.asarray(min(sampling.top_k, np.iinfo(np.int32).max), jnp.int32),
-        top_p=jnp.asarray(sampling.top_p, jnp.float32),
-        min_p=jnp.asarray(sampling.min_p, jnp.float32),
-        key=jax.random.key(sampling.seed),
-        row_ids=jnp.asarray(ids, jnp.int32),
-    )
-
-
-def _check_initial_window(
-    tokens: Sequence[int] | None, strategy: Strategy, model: TargetModel
-) -> np.ndarray | None:
-    if tokens is None:
-        return None
-    if not isinstance(strategy, Lookahead) or not strategy.reference:
-        raise ValueError(
-            f"initial_window: only Lookahead(reference=True) takes one, got {strategy}"
-        )
-    window = np.asarray(tokens)
-    if window.shape != (strategy.num_seeds,) or not np.issubdtype(window.dtype, np.integer):
-        raise ValueError(
-            f"initial_window: got shape {window.shape} and dtype {window.dtype}, allowed are "
-            f"W+N-3 = {strategy.num_seeds} ids"
-        )
-    if window.min() < 0 or window.max() >= model.vocab_size:
-        raise ValueError(f"initial_window: ids must be 0 to {model.vocab_size - 1}")
-    return window.astype(np.int32)
-
-
-def _prefill_bucket(length: int) -> int:
-    """Powers of two from 16, so that few prefill programs serve all prompt lengths."""
-    return max(_MIN_PREFILL, 1 << (length - 1).bit_length())
-
-
-def _cache_bucket(length: int) -> int:
-    """Powers of two from one attention chunk up to 1024 slots, then multiples of 1024."""
-    if length <= 1024:
-        return max(PREFIX_CHUNK, 1 << (length - 1).bit_length())
-    return -(-length // 1024) * 1024
+def start(call: Call, params: Params, initial_window: np.ndarray | None = None) -> RoundState:
+    """The state before the first round: prompt prefilled, proposer memory filled."""
+    return _start(call.model, call.strategy, call.num_slots, params, call.arrays, initial_window)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "strategy", "num_slots"))
@@ -271,33 +131,28 @@ def _start(
     strategy: Strategy,
     num_slots: int,
     params: Params,
-    prompt: jax.Array,
-    prompt_len: jax.Array,
-    limit: jax.Array,
-    limit_reason: jax.Array,
-    eos_ids: jax.Array,
-    pad_id: jax.Array,
-    sampler: Sampler | None,
+    arrays: CallArrays,
     initial_window: jax.Array | None,
 ) -> RoundState:
     """Prefills the prompt without its last token and fills the proposer's memory."""
-    batch, padded_len = prompt.shape
-    tokens = jnp.full((batch, num_slots), pad_id).at[:, :padded_len].set(prompt)
+    batch, padded_len = arrays.prompt.shape
+    tokens = jnp.full((batch, num_slots), arrays.pad_id).at[:, :padded_len].set(arrays.prompt)
     cache = model.init_cache(batch, num_slots)
+    is_done = arrays.prompt_len >= arrays.limit
     state = RoundState(
         tokens=tokens,
-        sources=jnp.zeros((batch, num_slots), jnp.int8),
-        length=prompt_len,
-        finish=jnp.where(prompt_len >= limit, limit_reason, RUNNING),
-        cache=_prefill(model, params, prompt, prompt_len - 1, cache),
+        source=jnp.zeros((batch, num_slots), jnp.int8),
+        length=arrays.prompt_len,
+        finish=jnp.where(is_done, arrays.limit_reason, RUNNING),
+        cache=_prefill(model, params, arrays.prompt, arrays.prompt_len - 1, cache),
         window=None,
         pool=None,
-        prompt_len=prompt_len,
-        limit=limit,
-        limit_reason=limit_reason,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        sampler=sampler,
+        prompt_len=arrays.prompt_len,
+        limit=arrays.limit,
+        limit_reason=arrays.limit_reason,
+        eos_ids=arrays.eos_ids,
+        pad_id=arrays.pad_id,
+        sampler=arrays.sampler,
         num_rounds=jnp.zeros(batch, jnp.int32),
     )
     return strategy.start(state, initial_window)
@@ -318,6 +173,10 @@ def _prefill(
         # Rows that end before this chunk compute garbage beyond their frontier.
         committed = jnp.broadcast_to(start, (batch,))
         _, new_kv = model.forward(params, tokens, positions, causal, cache, committed)
+        if new_kv:
+            # Adds 0, or 1 to a place that no longer matters: known only after the last read of
+            # the cache, for XLA:CPU to write in place; see `publish`.
+            start += jnp.isnan(new_kv[-1][0][0, 0, 0, 0])
 
         def write(slots, rows):
             return lax.dynamic_update_slice_in_dim(slots, rows, start, axis=2)
@@ -332,7 +191,7 @@ class Progress:
     """What the host reads of a state; small, and not donated with it."""
 
     tokens: jax.Array  # [B, T]
-    sources: jax.Array  # [B, T]
+    source: jax.Array  # [B, T]
     length: jax.Array  # [B]
     finish: jax.Array  # [B]
     num_rounds: jax.Array  # [B]
@@ -360,21 +219,19 @@ def run_rounds(
         return index + 1, decode_round(model, strategy, params, state)[0]
 
     _, state = lax.while_loop(is_running, run_round, (jnp.int32(0), state))
-    return state, Progress(
-        state.tokens, state.sources, state.length, state.finish, state.num_rounds
-    )
+    return state, Progress(state.tokens, state.source, state.length, state.finish, state.num_rounds)
 
 
 _run_one_round = jax.jit(decode_round, static_argnames=("model", "strategy"))
 
 
 def _collect(progress: Progress, call: Call, tokenizer: Any) -> Result:
-    progress = jax.device_get(progress)
+    progress, prompt_len = jax.device_get((progress, call.arrays.prompt_len))
     tokens, sources = [], []
-    for b, start in enumerate(call.prompt_len):
+    for b, start in enumerate(prompt_len):
         end = progress.length[b]
         tokens.append(progress.tokens[b, start:end].tolist())
-        sources.append([SOURCES[s] for s in progress.sources[b, start:end]])
+        sources.append([SOURCES[s] for s in progress.source[b, start:end]])
     text = None
     if tokenizer is not None:
         text = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]

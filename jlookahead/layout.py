@@ -110,11 +110,6 @@ def chain_parents(num_chains: int, length: int, num_linked: int = 1) -> tuple[in
     return tuple(-1 if i in starts else i - 1 for i in range(num_chains * length))
 
 
-def num_packed_rows(window: int, ngram: int, candidates: int) -> int:
-    """Rows of a steady round: `(window + candidates) (ngram - 1)`."""
-    return (window + candidates) * (ngram - 1)
-
-
 @functools.lru_cache(maxsize=64)
 def build_layout(
     window: int = 0,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jlookahead import ngram_pool
-from jlookahead.checks import check_int
+from jlookahead.checks import check_bool, check_int
 from jlookahead.layout import Layout, build_layout, chain_parents, stack_layouts
 from jlookahead.state import FROM_NGRAM, FROM_PROMPT, Draft, RoundState
 from jlookahead.suffix_match import continuations, find_matches
@@ -61,6 +61,8 @@ class Lookahead:
         check_int("ngram", self.ngram, 3 if self.reference else 2, 32)
         check_int("candidates", self.candidates, 1, 256)
         check_int("pool_capacity", self.pool_capacity, 1, 1 << 20)
+        for name in ("prompt_pool", "prompt_lookup", "reference"):
+            check_bool(name, getattr(self, name))
 
     @property
     def max_linked(self) -> int:
@@ -73,7 +75,8 @@ class Lookahead:
     @property
     def layout(self) -> Layout:
         size = self.ngram - 1
-        longest = max(1, self.max_linked) * size
+        most_linked = max(1, self.max_linked)
+        longest = most_linked * size
         return stack_layouts(
             tuple(
                 build_layout(
@@ -83,7 +86,7 @@ class Lookahead:
                     warm_up=self.reference,
                     max_accepted=longest - 1 if self.reference else longest,
                 )
-                for num_linked in range(self.max_linked + 1)
+                for num_linked in range(1, most_linked + 1)
             )
         )
 
@@ -145,7 +148,7 @@ class Lookahead:
             return Draft(
                 tokens=suffixes.reshape(batch, -1),
                 valid=jnp.repeat(filled, size, axis=1),
-                sources=jnp.full((batch, num_chains * size), FROM_NGRAM, jnp.int8),
+                source=jnp.full((batch, num_chains * size), FROM_NGRAM, jnp.int8),
                 variant=trajectory.stage,
             )
         tokens, exists, num_linked = self._look_up(state)
@@ -158,8 +161,8 @@ class Lookahead:
         return Draft(
             tokens=jnp.where(is_linked, tokens, suffixes.reshape(batch, -1)),
             valid=jnp.where(is_linked, exists, jnp.repeat(filled, size, axis=1)),
-            sources=jnp.where(is_linked, FROM_PROMPT, FROM_NGRAM).astype(jnp.int8),
-            variant=num_linked,
+            source=jnp.where(is_linked, FROM_PROMPT, FROM_NGRAM).astype(jnp.int8),
+            variant=jnp.maximum(num_linked - 1, 0),
         )
 
     def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:

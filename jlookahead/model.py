@@ -15,6 +15,7 @@ heads, G query heads per key/value head.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -331,6 +332,21 @@ class LlamaModel:
         """Shape and dtype of every parameter, without computing any."""
         return jax.eval_shape(self.init_params, jax.random.key(0))
 
+    def check_params(self, params: Params) -> None:
+        """Raises `ValueError` naming the first parameter that is not as the config wants it."""
+        expected, given = _expected_leaves(self.config), _leaves(params)
+        for name, (shape, dtype) in expected.items():
+            if name not in given:
+                raise ValueError(f"params: {name} is missing")
+            if given[name] != (shape, dtype):
+                raise ValueError(
+                    f"params: {name} is {given[name][1]}{list(given[name][0])}, must be "
+                    f"{dtype}{list(shape)} as cfg.model says"
+                )
+        for name in given:
+            if name not in expected:
+                raise ValueError(f"params: {name} is not a parameter of cfg.model")
+
     def init_cache(self, batch: int, num_slots: int) -> KVCache:
         cfg = self.config
         shape = (batch, cfg.num_key_value_heads, num_slots, cfg.head_dim)
@@ -354,3 +370,16 @@ class LlamaModel:
             precision=_precision(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+
+
+def _leaves(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every leaf by dotted name."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): (leaf.shape, str(leaf.dtype))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+@functools.lru_cache(maxsize=16)
+def _expected_leaves(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
+    return _leaves(LlamaModel(config).abstract_params())

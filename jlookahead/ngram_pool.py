@@ -125,7 +125,7 @@ def _insert_row(pool: NgramPool, keys, suffixes, valid) -> NgramPool:
 
     def write(table, values):
         flat = table.reshape(num_sets * num_ways, *table.shape[2:])
-        flat = flat.at[slot].set(values, mode="drop", unique_indices=True)
+        flat = flat.at[slot].set(values.astype(table.dtype), mode="drop", unique_indices=True)
         return flat.reshape(table.shape)
 
     return NgramPool(

@@ -54,7 +54,7 @@ class PromptLookup:
         return Draft(
             tokens=tokens.reshape(batch, -1),
             valid=valid.reshape(batch, -1),
-            sources=jnp.full((batch, self.layout.num_drafts), FROM_PROMPT, jnp.int8),
+            source=jnp.full((batch, self.layout.num_drafts), FROM_PROMPT, jnp.int8),
             variant=jnp.zeros_like(state.length),
         )
 

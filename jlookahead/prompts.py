@@ -18,13 +18,26 @@ def encode(tokenizer: Any, text_or_chat: str | Sequence[Mapping[str, str]]) -> l
     so its output is encoded without special tokens: never two of them.
     """
     if isinstance(text_or_chat, str):
-        return tokenizer(text_or_chat)["input_ids"]
+        return _tokenize(tokenizer, text_or_chat, add_special_tokens=True)
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("prompt: chat messages given, but the tokenizer has no chat template")
+        raise ValueError("prompt: got chat messages, but the tokenizer has no chat template")
+    for message in text_or_chat:
+        fields = [message.get(name) for name in ("role", "content")]
+        if not all(isinstance(field, str) for field in fields):
+            raise ValueError(f"prompt: got {message!r}, a message needs a role and content text")
     text = tokenizer.apply_chat_template(
         list(text_or_chat), tokenize=False, add_generation_prompt=True
     )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return _tokenize(tokenizer, text, add_special_tokens=False)
+
+
+def _tokenize(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt: not valid Unicode text: {error}") from None
+    # Not verbose: a text longer than the context is refused later, and in our words.
+    return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
 
 def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.ndarray], bool]:
@@ -45,12 +58,12 @@ def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
     """
     if _is_text(prompt):
         rows, is_batch = [prompt], False
-    elif isinstance(prompt, Sequence) and len(prompt) and all(map(_is_text, prompt)):
+    elif isinstance(prompt, list | tuple) and any(map(_is_text, prompt)):
         rows, is_batch = list(prompt), True
+        if not all(map(_is_text, rows)):
+            raise ValueError("prompt: got a batch of texts and ids, must be all of one kind")
     else:
         rows, is_batch = _split_ids(prompt)
-    if not rows:
-        raise ValueError("prompt: got an empty batch, needs at least one row")
     if any(map(_is_text, rows)):
         if tokenizer is None:
             raise ValueError("prompt: got text, needs a tokenizer (tokenizer=lm.tokenizer) or ids")
@@ -59,20 +72,20 @@ def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
 
 
 def _is_text(value: object) -> bool:
-    is_chat = isinstance(value, list) and value and isinstance(value[0], Mapping)
-    return isinstance(value, str) or bool(is_chat)
+    if isinstance(value, str):
+        return True
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) for m in value)
 
 
 def _split_ids(prompt: Prompt) -> tuple[list[Any], bool]:
-    try:
-        shape = np.shape(prompt)
-    except ValueError:  # ragged
-        return list(prompt), True
-    if len(shape) == 1 and not any(np.ndim(x) for x in prompt):
-        return [prompt], False
-    if len(shape) == 2:
-        return list(prompt), True
-    raise ValueError(f"prompt: got shape {shape}, allowed are ids [T] or a batch of those")
+    if not isinstance(prompt, list | tuple):
+        prompt = np.asarray(prompt)  # at once: going through a device array compiles programs
+        if prompt.ndim not in (1, 2):
+            shape = prompt.shape
+            raise ValueError(f"prompt: got shape {shape}, allowed are ids [T] or a batch of those")
+        return ([prompt], False) if prompt.ndim == 1 else (list(prompt), True)
+    is_batch = any(isinstance(entry, list | tuple) or np.ndim(entry) for entry in prompt)
+    return (list(prompt), True) if is_batch else ([prompt], False)
 
 
 def _check_ids(row: Any, index: int, vocab_size: int) -> np.ndarray:

@@ -14,7 +14,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from jlookahead.layout import Layout, at_variant
 from jlookahead.model import KVCache, KVRows, Params, TargetModel
@@ -38,8 +37,9 @@ def decode_round(
     with jax.named_scope("propose"):
         draft = strategy.propose(state)
         chex.assert_shape(
-            [draft.tokens, draft.valid, draft.sources], (len(state.length), layout.num_drafts)
+            [draft.tokens, draft.valid, draft.source], (len(state.length), layout.num_drafts)
         )
+        chex.assert_equal_shape([draft.variant, state.length])
     with jax.named_scope("pack"):
         rows = pack(layout, state, draft)
         chex.assert_shape([rows.tokens, rows.positions], (len(state.length), layout.num_rows))
@@ -52,13 +52,12 @@ def decode_round(
         chex.assert_shape(logits, (*rows.logit_rows.shape, model.vocab_size))
         chex.assert_type(logits, jnp.float32)
     with jax.named_scope("verify"):
-        to_verify, jacobi = jnp.split(logits, [1 + layout.num_drafts], axis=1)
         selector = functools.partial(select, state.sampler)
-        verdict = verify(to_verify, draft, layout, state.length - 1, selector)
+        verdict = verify(logits, draft, layout, state.length - 1, selector)
     with jax.named_scope("publish"):
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, jacobi)
+        after = strategy.observe(state, after, logits[:, 1 + layout.num_drafts :])
     return after, _report(state, draft, verdict, num_emitted, layout)
 
 
@@ -113,7 +112,7 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
     after = dataclasses.replace(
         state,
         tokens=_write(state.tokens, jnp.where(kept, verdict.emitted, state.pad_id), state.length),
-        sources=_write(state.sources, jnp.where(kept, verdict.sources, 0), state.length),
+        source=_write(state.source, jnp.where(kept, verdict.source, 0), state.length),
         length=length,
         finish=jnp.where(state.done, state.finish, reason).astype(jnp.int32),
         cache=commit(state.cache, new_kv, verdict.path, frontier),
@@ -144,8 +143,8 @@ def _write(buffer: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
     slot_axis = max(buffer.ndim - 2, 1)
     for b in range(buffer.shape[0]):
         row = lax.dynamic_slice_in_dim(block, b, 1, axis=0).astype(buffer.dtype)
-        at: list[ArrayLike] = [0] * buffer.ndim
-        at[0], at[slot_axis] = b, start[b]
+        at = [jnp.zeros((), start.dtype)] * buffer.ndim
+        at[0], at[slot_axis] = jnp.asarray(b, start.dtype), start[b]
         buffer = lax.dynamic_update_slice(buffer, row, at)
     return buffer
 
@@ -159,7 +158,7 @@ def _report(
     return RoundInfo(
         num_emitted=num_emitted,
         emitted=jnp.where(kept, verdict.emitted, state.pad_id),
-        sources=jnp.where(kept, verdict.sources, 0),
+        source=jnp.where(kept, verdict.source, 0),
         num_accepted=jnp.clip(verdict.num_accepted, 0, jnp.maximum(num_emitted - 1, 0)),
         num_candidates=jnp.where(active, (draft.valid & (parents < 0)).sum(axis=1), 0),
         draft=draft,

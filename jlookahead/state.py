@@ -23,7 +23,7 @@ SOURCES = ("model", "ngram", "prompt")
 
 @flax.struct.dataclass
 class RoundState:
-    """Everything a generation carries from round to round. All of it is per batch row.
+    """Everything a generation carries from round to round, per batch row where it can differ.
 
     After every round `length - 1` tokens have committed K/V: the last one is the ordinary
     row of the next round. Shapes: B batch rows, T token and cache slots.
@@ -31,7 +31,7 @@ class RoundState:
 
     # evolving
     tokens: jax.Array  # [B, T] int32, prompt, output, then pad ids
-    sources: jax.Array  # [B, T] int8, source code of every emitted token
+    source: jax.Array  # [B, T] int8, source code of every emitted token
     length: jax.Array  # [B] int32, tokens committed, prompt included
     finish: jax.Array  # [B] int32, finish code
     cache: KVCache
@@ -65,7 +65,7 @@ class Draft:
 
     tokens: jax.Array  # [B, R] int32
     valid: jax.Array  # [B, R] bool
-    sources: jax.Array  # [B, R] int8, source code
+    source: jax.Array  # [B, R] int8, source code
     variant: jax.Array  # [B] int32, which variant of the layout the rows follow
 
 
@@ -78,7 +78,7 @@ class RoundInfo:
 
     num_emitted: jax.Array  # [B] int32, 0..M
     emitted: jax.Array  # [B, M] int32, pad ids beyond `num_emitted`
-    sources: jax.Array  # [B, M] int8, source code of every emitted token
+    source: jax.Array  # [B, M] int8, source code of every emitted token
     num_accepted: jax.Array  # [B] int32, accepted length: emitted tokens beyond the first
     num_candidates: jax.Array  # [B] int32, draft sequences that were verified
     draft: Draft

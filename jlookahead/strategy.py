@@ -64,7 +64,7 @@ class Autoregressive:
         return Draft(
             tokens=none,
             valid=none.astype(bool),
-            sources=none.astype(jnp.int8),
+            source=none.astype(jnp.int8),
             variant=jnp.zeros_like(state.length),
         )
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jlookahead.call import Call, prepare
 from jlookahead.config import Config
-from jlookahead.decoding import Call, prepare, run_rounds
+from jlookahead.decoding import run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt
 from jlookahead.state import FINISH_REASONS, SOURCES
@@ -56,9 +57,10 @@ def stream(
     the last one are copied and yielded. Arguments and errors are those of `generate`, raised
     at the call; a batch is a `ValueError`.
     """
-    call = prepare(prompt, cfg, tokenizer, row_ids, model)
+    call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
     if call.is_batch:
-        raise ValueError(f"prompt: got a batch of {len(call.prompt)} rows, stream takes one prompt")
+        num_rows = len(call.arrays.prompt)
+        raise ValueError(f"prompt: got a batch of {num_rows} rows, stream takes one prompt")
     return _stream(params, call, tokenizer)
 
 
@@ -67,8 +69,8 @@ def _stream(params: Params, call: Call, tokenizer: Any) -> Iterator[StreamedToke
         return run_rounds(call.model, call.strategy, params, state, np.int32(ROUNDS_PER_CALL))
 
     text = IncrementalText(tokenizer) if tokenizer is not None else None
-    seen = int(call.prompt_len[0])
-    state, pending = dispatch(call.start(params, None))
+    seen = int(jax.device_get(call.arrays.prompt_len)[0])
+    state, pending = dispatch(start(call, params))
     while True:
         current = pending
         # Dispatched before `current` is read. After the last round it finds nothing to do.
@@ -81,7 +83,7 @@ def _stream(params: Params, call: Call, tokenizer: Any) -> Iterator[StreamedToke
             yield StreamedToken(
                 token=token,
                 text=None if text is None else text.add(token, is_last),
-                source=SOURCES[progress.sources[0, i]],
+                source=SOURCES[progress.source[0, i]],
                 num_rounds=int(progress.num_rounds[0]),
                 finish_reason=finish if is_last else None,
             )

@@ -24,7 +24,7 @@ class Verdict:
 
     num_accepted: jax.Array  # [B] int32, 0..M-1
     emitted: jax.Array  # [B, M] int32, the accepted drafts, the target's own token, then 0
-    sources: jax.Array  # [B, M] int8
+    source: jax.Array  # [B, M] int8
     path: jax.Array  # [B, M] int32, packed rows whose K/V the emitted tokens commit
     winner: jax.Array  # [B] int32, last accepted draft row, -1 if none
 
@@ -40,7 +40,7 @@ def verify(
     ends the path with the target's token: a correction, or the bonus after a full match.
 
     Args:
-        logits: `[B, 1 + R, V]` of the ordinary row and the draft rows.
+        logits: `[B, 1 + R + J, V]`, the ordinary row and the draft rows first.
         draft: tokens on a forest of the layout.
         layout: the forests, and `max_accepted`.
         position: `[B]` absolute position of the ordinary row.
@@ -49,13 +49,13 @@ def verify(
     Returns:
         a `Verdict`; ties between survivors go to the lowest draft row.
     """
-    batch, num_emitted = logits.shape[0], layout.max_emitted
+    batch, max_emitted = logits.shape[0], layout.max_emitted
     num_drafts = layout.num_drafts
     parents = jnp.broadcast_to(at_variant(layout.parents, draft.variant), (batch, num_drafts))
 
     def is_running(carry):
         depth, running, *_ = carry
-        return (depth < num_emitted) & running.any()
+        return (depth < max_emitted) & running.any()
 
     def accept_one(carry):
         depth, running, alive, winner, num_accepted, emitted = carry
@@ -67,7 +67,7 @@ def verify(
         alive &= draft.valid & (draft.tokens == token[:, None])
         alive &= (running & (depth < layout.max_accepted))[:, None]
         survives = alive.any(axis=1)
-        lowest = jnp.where(alive, jnp.arange(num_drafts), num_drafts)
+        lowest = jnp.where(alive, jnp.arange(num_drafts, dtype=jnp.int32), num_drafts)
         lowest = lowest.min(axis=1, initial=num_drafts)
         winner = jnp.where(survives, lowest, winner)
         return depth + 1, survives, alive, winner, num_accepted + survives, emitted
@@ -81,7 +81,7 @@ def verify(
             jnp.zeros((batch, num_drafts), bool),
             jnp.full(batch, -1, jnp.int32),
             jnp.zeros(batch, jnp.int32),
-            jnp.zeros((batch, num_emitted), jnp.int32),
+            jnp.zeros((batch, max_emitted), jnp.int32),
         ),
     )
     paths = at_variant(layout.paths, draft.variant)
@@ -89,13 +89,13 @@ def verify(
     path = jnp.take_along_axis(paths, winner[:, None, None] + 1, axis=1)[:, 0]
     first_draft = layout.num_rows - num_drafts
     path_draft = path[:, 1:] - first_draft  # negative beyond the winner
-    padded = jnp.pad(draft.sources, ((0, 0), (0, 1)), constant_values=FROM_MODEL)
-    sources = jnp.take_along_axis(padded, jnp.maximum(path_draft, 0), axis=1)
-    sources = jnp.where(path_draft >= 0, sources, FROM_MODEL)
+    padded = jnp.pad(draft.source, ((0, 0), (0, 1)), constant_values=FROM_MODEL)
+    source = jnp.take_along_axis(padded, jnp.maximum(path_draft, 0), axis=1)
+    source = jnp.where(path_draft >= 0, source, FROM_MODEL)
     return Verdict(
         num_accepted=num_accepted,
         emitted=emitted,
-        sources=jnp.pad(sources, ((0, 0), (0, 1)), constant_values=FROM_MODEL),
+        source=jnp.pad(source, ((0, 0), (0, 1)), constant_values=FROM_MODEL),
         path=path,
         winner=winner,
     )

@@ -1,4 +1,4 @@
-"""The trajectory window: the last N-1 Jacobi sweeps over W columns of guessed future.
+"""The trajectory window: the last N-1 Jacobi sweeps over W columns of predicted text.
 
 Level r, column j stands for position p + j + r, p being the ordinary row's; column 0 of
 level 0 is the ordinary token itself and is not stored. A round predicts the level after the

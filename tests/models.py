@@ -26,7 +26,7 @@ TINY = jl.ModelConfig(
 def tiny_params(seed: int, config: jl.ModelConfig = TINY):
     """Random weights, large enough that greedy text is neither constant nor near a tie."""
     params = jl.LlamaModel(config).init_params(jax.random.key(seed))
-    return jax.tree.map(lambda w: w * 10 if w.ndim == 2 else w, params)
+    return jax.tree.map(lambda w: (w * 10).astype(w.dtype) if w.ndim == 2 else w, params)
 
 
 def plain(params, prompt, cfg: jl.Config, **kwargs) -> jl.Result:

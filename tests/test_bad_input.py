@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from models import TINY, tiny_params
 from test_discipline import count_compilations
 
 import jlookahead as jl
+from jlookahead.call import prepare
 from jlookahead.model_config import from_hf_config
 
 HF = {
@@ -37,12 +40,16 @@ HF = {
         (jnp.zeros((2, 3, 4)), "shape"),
         (7, "shape"),
         (None, "shape"),
-        ([[1, 2], "text"], "prompt"),
+        ([[1, 2], "text"], "all of one kind"),
+        (["text", [1, 2]], "all of one kind"),
+        ([[1, 2], [[3]]], "row 1 has shape"),
+        ([True, False], "integer ids"),
     ],
 )
 def test_prompts(prompt, message):
+    params = tiny_params(0)
     with count_compilations() as count, pytest.raises(ValueError, match=message):
-        jl.generate(tiny_params(0), prompt, jl.Config(model=TINY))
+        jl.generate(params, prompt, jl.Config(model=TINY))
     assert count[0] == 0
 
 
@@ -52,11 +59,14 @@ def test_prompts(prompt, message):
         ({"max_new_tokens": -1}, "max_new_tokens: got -1"),
         ({"max_new_tokens": 1.5}, "max_new_tokens: got 1.5"),
         ({"max_new_tokens": True}, "max_new_tokens: got True"),
+        ({"pad_token_id": 2**31}, "pad_token_id: got 2147483648"),
         ({"eos_token_ids": [2]}, "eos_token_ids"),
         ({"eos_token_ids": (-2,)}, "eos_token_ids: got -2"),
         ({"pad_token_id": None}, "pad_token_id: got None"),
         ({"cache_len": 0}, "cache_len: got 0"),
         ({"strategy": "lookahead"}, "strategy: got 'lookahead'"),
+        ({"sampling": None}, "sampling: got None"),
+        ({"sampling": {"temperature": 1}}, "sampling"),
         ({"strategy": jl.Lookahead}, "strategy"),
     ],
 )
@@ -69,13 +79,15 @@ def test_config(options, message):
     "options, message",
     [
         ({"max_new_tokens": 1022}, "max_new_tokens: got 1022 after a prompt of 3 tokens"),
+        ({"max_new_tokens": 10**12}, "max_new_tokens: got 1000000000000"),
         ({"cache_len": 2}, "cache_len: got 2, the prompt alone has 3"),
         ({"eos_token_ids": (97,)}, "eos_token_ids: got 97"),
     ],
 )
 def test_calls(options, message):
+    params = tiny_params(0)
     with count_compilations() as count, pytest.raises(ValueError, match=message):
-        jl.generate(tiny_params(0), [1, 2, 3], jl.Config(model=TINY, **options))
+        jl.generate(params, [1, 2, 3], jl.Config(model=TINY, **options))
     assert count[0] == 0
 
 
@@ -91,11 +103,14 @@ def test_calls(options, message):
         {"candidates": 0},
         {"candidates": -1},
         {"pool_capacity": 0},
+        {"prompt_pool": "no"},
+        {"prompt_lookup": None},
+        {"reference": 1},
     ],
 )
 def test_lookahead_knobs(options):
     name = next(iter(options))
-    with pytest.raises(ValueError, match=f"{name}: got {options[name]}"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}: got {options[name]!r}")):
         jl.Lookahead(**options)
 
 
@@ -103,6 +118,12 @@ def test_lookahead_knobs(options):
     "options",
     [
         {"temperature": -0.1},
+        {"temperature": "1"},
+        {"temperature": None},
+        {"temperature": True},
+        {"temperature": 1e39},
+        {"top_p": "a"},
+        {"min_p": None},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"top_k": -1},
@@ -120,7 +141,9 @@ def test_sampling(options):
         jl.Sampling(**options)
 
 
-@pytest.mark.parametrize("row_ids", [[], [1, 2], [-1], [2**31]])
+@pytest.mark.parametrize(
+    "row_ids", [[], [1, 2], [-1], [2**31], [0.7], [True], ["0"], "7", 0, [[1]]]
+)
 def test_row_ids(row_ids):
     with pytest.raises(ValueError, match="row_ids"):
         jl.generate(tiny_params(0), [1], jl.Config(model=TINY), row_ids=row_ids)
@@ -142,12 +165,51 @@ def test_initial_window(strategy, window, message):
         next(jl.iter_rounds(tiny_params(0), [1, 2], cfg, initial_window=window))
 
 
+def test_errors_of_iter_rounds_come_at_the_call():
+    with pytest.raises(ValueError, match="row 0 is empty"):
+        jl.iter_rounds(tiny_params(0), [], jl.Config(model=TINY))
+
+
+def test_a_device_array_is_read_without_compiling():
+    prompt = jnp.arange(900) % 97
+    cfg = jl.Config(model=TINY, max_new_tokens=10)
+    params = tiny_params(0)
+    with count_compilations() as count:
+        prepare(params, prompt, cfg)
+    assert count[0] == 0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: p.pop("norm"), "norm.weight is missing"),
+        (lambda p: p.update(extra=jnp.ones(2)), "extra is not a parameter"),
+        (lambda p: p.update(norm={"weight": jnp.ones(31)}), r"norm.weight is float32\[31\]"),
+        (lambda p: p.update(norm={"weight": jnp.ones(32, "bfloat16")}), "bfloat16"),
+        (lambda p: p.pop("layers_1"), "layers_1.*is missing"),
+    ],
+)
+def test_params_of_another_model(change, message):
+    params = dict(tiny_params(0))
+    change(params)
+    with pytest.raises(ValueError, match=f"params: .*{message}"):
+        jl.generate(params, [1], jl.Config(model=TINY))
+
+
 def test_a_batch_cannot_be_streamed():
     with pytest.raises(ValueError, match="batch of 2 rows"):
         jl.stream(tiny_params(0), [[1], [2]], jl.Config(model=TINY))
 
 
+@pytest.mark.parametrize("cfg", [None, {}, jl.Lookahead()])
+def test_a_config_is_needed(cfg):
+    with pytest.raises(ValueError, match="cfg: got"):
+        jl.generate(tiny_params(0), [1], cfg)
+
+
 def test_a_model_is_needed():
+    with pytest.raises(ValueError, match="model: got 'x'"):
+        jl.Config(model="x")
     with pytest.raises(ValueError, match="model"):
         jl.generate(None, [1], jl.Config())
 
@@ -174,6 +236,16 @@ def test_a_model_is_needed():
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "beta"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps: got 0.0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: got 'small'"),
+        ({"rope_theta": float("nan")}, "rope theta: got nan"),
+        ({"rope_theta": "abc"}, "rope theta: got 'abc'"),
+        ({"rope_scaling": "x"}, "rope_parameters: got 'x'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
+        ({"architectures": ["MistralForCausalLM"]}, "architectures: got"),
+        ({"vocab_size": 10**12}, "vocab_size: got 1000000000000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: got 0"),
     ],
 )
 def test_hf_configs(changes, message):

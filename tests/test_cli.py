@@ -6,8 +6,10 @@ import dataclasses
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import checkpoints as files
 import golden
@@ -303,3 +305,33 @@ def test_different_ids_are_status_1(option, monkeypatch):
         assert json.loads(result.stdout)["identical"] is False
     else:
         assert "identical: NO, the first difference is at new token 3" in result.stdout
+
+
+def test_ctrl_c_ends_a_process_with_status_130():
+    """Wherever it strikes: while compiling, or in a callback of XLA that drops exceptions."""
+    command = [sys.executable, "-m", "jlookahead", "generate", "--max-new-tokens", "900"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        time.sleep(5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--max-new-tokens", "99999999999"], "max_new_tokens: got 99999999999"),
+        (["--prompt", "\udcff\udcfe"], "prompt: not valid Unicode text"),
+        (["--temperature", "1e39"], "temperature: got 1e+39"),
+        (["--model", ""], "path_or_id: got ''"),
+        (["--prompt", "a " * 2000], "after a prompt of"),
+    ],
+)
+def test_more_user_errors_are_one_line_and_status_2(arguments, words):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert words in result.stderr

@@ -12,7 +12,8 @@ from models import TINY, tiny_params
 
 import jlookahead as jl
 from jlookahead import decoding
-from jlookahead.decoding import prepare, run_rounds
+from jlookahead.call import prepare
+from jlookahead.decoding import run_rounds, start
 
 STRATEGIES = [jl.Autoregressive(), jl.Lookahead(5, 4, 3)]
 BATCHES = [[[1, 2, 3]], [[1, 2, 3], [4], [5] * 9]]
@@ -36,8 +37,8 @@ def count_compilations():
 def compile_round_loop(strategy, prompts, max_new_tokens=1000):
     params = tiny_params(0)
     cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=max_new_tokens)
-    call = prepare(prompts, cfg, None, None, None)
-    state = call.start(params, None)
+    call = prepare(params, prompts, cfg)
+    state = start(call, params)
     args = (call.model, strategy, params, state, np.int32(1))
     return run_rounds.lower(*args).compile(), state
 
@@ -58,13 +59,18 @@ def test_programs_compile_once_per_bucket():
             sampling=jl.Sampling(temperature=temperature, seed=length),
         )
         jl.generate(params, [1 + i % 90 for i in range(length)], cfg)
+        last_cfg[0] = cfg
 
+    last_cfg = [jl.Config()]
+    before = decoding.run_rounds._cache_size(), decoding._start._cache_size()
     with count_compilations() as count:
         for length in (16, 32, 64):  # the prefill buckets
             run(length, 100)
             run(length, 100, temperature=1.0)
         assert count[0] > 0, "the listener hears nothing"
         warm = count[0]
+        programs = decoding.run_rounds._cache_size(), decoding._start._cache_size()
+        assert (programs[0] - before[0], programs[1] - before[1]) == (2, 6)
         # Lengths up to one bucket's end, budgets within one cache bucket.
         for length in range(1, 41):
             for budget in (1, 10, 100, 150, 200):
@@ -74,6 +80,7 @@ def test_programs_compile_once_per_bucket():
                     temperature=0.7 if length % 2 else 0.0,
                     eos=(length,) * (budget % 3),
                 )
+            list(jl.stream(params, [5] * length, last_cfg[0]))
         assert count[0] == warm
 
 
@@ -120,11 +127,27 @@ def test_the_cache_is_written_in_place(strategy, prompts):
     assert grown < nbytes(state.cache.keys[0]) - nbytes(small_state.cache.keys[0])
 
 
+def test_prefill_writes_the_cache_in_place():
+    """XLA keeps a few copies of the empty cache; none may grow the temporaries with it."""
+
+    def temporaries(max_new_tokens):
+        params = tiny_params(0)
+        cfg = jl.Config(model=TINY, strategy=STRATEGIES[0], max_new_tokens=max_new_tokens)
+        call = prepare(params, [[1, 2, 3]], cfg)
+        args = (call.model, call.strategy, call.num_slots, params, call.arrays, None)
+        compiled = decoding._start.lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, call.num_slots
+
+    (small, few), (large, many) = temporaries(200), temporaries(1000)
+    one_array = TINY.num_key_value_heads * TINY.head_dim * 4 * (many - few)
+    assert large - small < one_array
+
+
 def test_the_state_is_donated():
     params = tiny_params(0)
     cfg = jl.Config(model=TINY, strategy=STRATEGIES[1], max_new_tokens=20)
-    call = prepare([1, 2], cfg, None, None, None)
-    state = call.start(params, None)
+    call = prepare(params, [1, 2], cfg)
+    state = start(call, params)
     _, progress = run_rounds(call.model, call.strategy, params, state, np.int32(2))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache, state.pool)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, progress)))

@@ -7,7 +7,11 @@ is HF PyTorch `generate`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,8 @@ import pytest
 from models import TINY, LeakProbe, SuccessorTable, plain, tiny_params
 
 import jlookahead as jl
+from jlookahead.call import prepare
+from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
 
 # One compiled program per entry; lengths, budgets, EOS ids and weights vary within.
@@ -145,7 +151,16 @@ def test_plain_decoding_equals_hf_generate(kv_heads, tied):
         assert plain(params, prompt, cfg).tokens == ids[0, length:].tolist()
 
 
-@pytest.mark.parametrize("strategy", [jl.Autoregressive(), jl.Lookahead(4, 4, 3)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        jl.Autoregressive(),
+        jl.Lookahead(4, 4, 3),
+        jl.Lookahead(3, 2, 2),
+        jl.Lookahead(3, 5, 2, reference=True),
+        jl.PromptLookup(),
+    ],
+)
 def test_committed_cache_equals_a_fresh_prefill_after_every_round(strategy):
     params, model = tiny_params(0), jl.LlamaModel(TINY)
     cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=40)
@@ -162,6 +177,59 @@ def test_committed_cache_equals_a_fresh_prefill_after_every_round(strategy):
                     np.testing.assert_allclose(
                         got[layer][b, :, :length], want[b, :, :length], atol=1e-5, rtol=0
                     )
+
+
+def test_prefill_in_chunks_equals_one_forward():
+    """Ragged prompts over several prefill chunks: every committed K/V row, and the next text."""
+    config = dataclasses.replace(TINY, max_position_embeddings=2048)
+    params, model = tiny_params(0, config), jl.LlamaModel(config)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(97) for _ in range(n)] for n in (1300, 5, 1025, 513, 512)]
+    cfg = jl.Config(model=config, strategy=jl.Lookahead(3, 3, 2), max_new_tokens=20)
+    call = prepare(params, prompts, cfg)
+    state = start(call, params)
+    size = call.arrays.prompt.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(size), call.arrays.prompt.shape)
+    empty = model.init_cache(len(prompts), 256)
+    _, whole = model.forward(
+        params, call.arrays.prompt, positions, jnp.tri(size, dtype=bool), empty, 0 * state.length
+    )
+    for layer, (keys, values) in enumerate(whole):
+        for got, want in ((state.cache.keys, keys), (state.cache.values, values)):
+            for b, prompt in enumerate(prompts):
+                committed = slice(0, len(prompt) - 1)
+                np.testing.assert_allclose(
+                    got[layer][b, :, committed], want[b, :, committed], atol=1e-5, rtol=0
+                )
+    assert jl.generate(params, prompts, cfg).tokens == plain(params, prompts, cfg).tokens
+
+
+@pytest.mark.parametrize("strategy", [jl.Lookahead(5, 4, 3), jl.PromptLookup()])
+def test_long_texts_cross_attention_chunks(strategy):
+    params = tiny_params(2)
+    prompts = [[7, 8, 9] * 70, [3], list(range(60))]
+    cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=400)
+    got, expected = jl.generate(params, prompts, cfg), plain(params, prompts, cfg)
+    assert got.tokens == expected.tokens
+    assert sum(got.num_rounds) < 0.9 * sum(expected.num_rounds)
+
+
+def test_64_bit_mode():
+    """The same text where JAX's default integers and floats have 64 bits."""
+    code = """
+import jax
+import jlookahead as jl
+from models import TINY, plain, tiny_params
+assert jax.numpy.arange(1).dtype == "int64"
+params, prompts = tiny_params(0), [[1, 2, 3], [4]]
+for strategy in (jl.Lookahead(3, 3, 2), jl.Lookahead(3, 3, 2, reference=True), jl.PromptLookup()):
+    for sampling in (jl.Sampling(), jl.Sampling(temperature=0.7, top_k=9, top_p=0.9)):
+        cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=12)
+        assert jl.generate(params, prompts, cfg).tokens == plain(params, prompts, cfg).tokens
+"""
+    environment = {**os.environ, "JAX_ENABLE_X64": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    arguments = [sys.executable, "-W", "error::FutureWarning", "-c", code]
+    subprocess.run(arguments, check=True, timeout=600, env=environment)
 
 
 @pytest.mark.parametrize("reference", [False, True])

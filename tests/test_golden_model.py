@@ -6,6 +6,7 @@ recorded logit gap is so small that another summation order may flip an argmax.
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import golden
@@ -46,16 +47,18 @@ def replay(params, model: jl.ModelConfig, run: dict) -> int:
         golden.config_of(run, model),
         initial_window=run["initial_window"],
     )
+    steps = itertools.takewhile(lambda s: smallest_gap(s) >= SMALLEST_SAFE_GAP, run["steps"])
     compared = 0
-    for (_, info), step in zip(rounds, run["steps"], strict=False):
-        if smallest_gap(step) < SMALLEST_SAFE_GAP:
-            return compared
+    for step in steps:
+        _, info = next(rounds)
         emitted = info.emitted[0, : info.num_emitted[0]].tolist()
-        assert emitted == step["emitted"][: len(emitted)]
-        assert int(info.num_accepted[0]) == min(step["accepted"], len(emitted) - 1)
+        # Only the length limit, at the end, cuts what the official code overshoots.
+        expected = step["emitted"][: len(run["final_ids"]) - step["seq_len_before"]]
+        assert emitted == expected
+        assert int(info.num_accepted[0]) == min(step["accepted"], len(expected) - 1)
         assert info.candidates() == (step["cands"] or [])
         compared += 1
-    assert compared == run["n_forward"]
+    assert compared < run["n_forward"] or next(rounds, None) is None
     return compared
 
 

@@ -76,10 +76,10 @@ def test_every_recorded_state_is_reproduced(path):
         step = steps[k]
         is_last = k + 1 == len(steps)
         emitted = info.emitted[0, : info.num_emitted[0]].tolist()
-        assert emitted == step["emitted"][: len(emitted)]
-        assert is_last or len(emitted) == len(step["emitted"])
-        accepted = min(step["accepted"], len(emitted) - 1)
-        assert int(info.num_accepted[0]) == accepted
+        # Only the length limit, at the end, cuts what the official code overshoots.
+        expected = step["emitted"][: len(run["final_ids"]) - step["seq_len_before"]]
+        assert emitted == expected
+        assert int(info.num_accepted[0]) == min(step["accepted"], len(expected) - 1)
         assert info.candidates() == (step["cands"] or [])
         if not is_last:
             assert state.window.levels() == steps[k + 1]["levels"]

@@ -27,7 +27,6 @@ from jlookahead.layout import (
     at_variant,
     build_layout,
     chain_parents,
-    num_packed_rows,
     stack_layouts,
 )
 
@@ -170,7 +169,7 @@ def test_equals_official_mask(case):
 def test_number_of_packed_rows(window, ngram, candidates, rows):
     parents = chain_parents(candidates, ngram - 1)
     layout = build_layout(window, ngram, parents)
-    assert num_packed_rows(window, ngram, candidates) == layout.num_rows == rows
+    assert (window + candidates) * (ngram - 1) == layout.num_rows == rows
     assert not (layout.rows["role"] == UNUSED).any()
     assert layout.num_jacobi == window
     assert layout.logit_rows.shape == (1, 1 + window + candidates * (ngram - 1))

@@ -206,7 +206,7 @@ def test_index_that_is_no_index(sharded, text):
         ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
         ({"hidden_size": None}, "hidden_size: missing"),
         ({"hidden_size": "32"}, "hidden_size: got '32'"),
-        ({"rms_norm_eps": "small"}, "'<='"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: got 'small'"),
         ({"num_key_value_heads": 3}, "num_attention_heads: got 4"),
     ],
 )

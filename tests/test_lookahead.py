@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from models import SuccessorTable
 
 import jlookahead as jl
-from jlookahead.decoding import prepare
+from jlookahead.call import prepare
+from jlookahead.decoding import start
 from jlookahead.state import SOURCES
 
 MAX_PROMPT = 64
@@ -23,8 +24,8 @@ MAX_PROMPT = 64
 def program(strategy: jl.Lookahead):
     """ids `[1, MAX_PROMPT]` and their number -> the first round's draft."""
     cfg = jl.Config(strategy=strategy, max_new_tokens=1)
-    call = prepare([0] * MAX_PROMPT, cfg, None, None, SuccessorTable(9))
-    blank = call.start(jnp.zeros(9, jnp.int32), None)
+    call = prepare(None, [0] * MAX_PROMPT, cfg, model=SuccessorTable(9))
+    blank = start(call, jnp.zeros(9, jnp.int32))
 
     def run(ids, length):
         tokens = blank.tokens.at[:, :MAX_PROMPT].set(ids)
@@ -74,13 +75,13 @@ def test_drafts_equal_the_rules(strategy, ids):
     padded = np.resize(np.array(ids, np.int32), (1, MAX_PROMPT))
     draft = program(strategy)(padded, jnp.array([len(ids)]))
     tokens, valid = np.asarray(draft.tokens)[0], np.asarray(draft.valid)[0]
-    sources = np.asarray(draft.sources)[0]
+    source = np.asarray(draft.source)[0]
     parents = strategy.layout.parents[int(draft.variant[0])]
     chains: list[tuple[str, list[int]]] = []
     for row in np.flatnonzero(valid):
         if parents[row] < 0:
-            chains.append((SOURCES[sources[row]], []))
-        assert chains[-1][0] == SOURCES[sources[row]]
+            chains.append((SOURCES[source[row]], []))
+        assert chains[-1][0] == SOURCES[source[row]]
         chains[-1][1].append(int(tokens[row]))
     assert chains == expected_drafts(ids, strategy)
 

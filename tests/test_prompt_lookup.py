@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from models import TINY, LeakProbe, SuccessorTable, plain, tiny_params
 
 import jlookahead as jl
-from jlookahead.decoding import prepare
+from jlookahead.call import prepare
+from jlookahead.decoding import start
 
 SLOTS = 256
 
@@ -33,8 +34,8 @@ def reference_drafts(ids: list[int], strategy: jl.PromptLookup) -> list[list[int
 @functools.lru_cache
 def programs(strategy: jl.PromptLookup):
     cfg = jl.Config(strategy=strategy, max_new_tokens=1)
-    call = prepare([0], cfg, None, None, SuccessorTable(9))
-    return call.start(jnp.zeros(9, jnp.int32), None), jax.jit(strategy.propose)
+    call = prepare(None, [0], cfg, model=SuccessorTable(9))
+    return start(call, jnp.zeros(9, jnp.int32)), jax.jit(strategy.propose)
 
 
 def drafts_of(ids: list[int], strategy: jl.PromptLookup) -> list[list[int]]:

@@ -9,7 +9,8 @@ import pytest
 from models import TINY, tiny_params
 
 import jlookahead as jl
-from jlookahead.decoding import prepare
+from jlookahead.call import prepare
+from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
 
 STRATEGIES = [
@@ -26,8 +27,9 @@ STRATEGIES = [
 def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, temperature, prompts):
     sampling = jl.Sampling(temperature=temperature)
     cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=9)
-    params, call = tiny_params(0), prepare(prompts, cfg, None, None, None)
-    state = call.start(params, None)
+    params = tiny_params(0)
+    call = prepare(params, prompts, cfg)
+    state = start(call, params)
     after, info = jax.eval_shape(
         lambda p, s: decode_round(call.model, strategy, p, s), params, state
     )
@@ -38,7 +40,7 @@ def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, temperature, pr
     for keys in (*after.cache.keys, *after.cache.values):
         chex.assert_shape(keys, (batch, TINY.num_key_value_heads, slots, TINY.head_dim))
     chex.assert_shape([info.num_emitted, info.num_accepted, info.winner], (batch,))
-    chex.assert_shape([info.emitted, info.sources], (batch, layout.max_emitted))
+    chex.assert_shape([info.emitted, info.source], (batch, layout.max_emitted))
     chex.assert_shape([info.draft.tokens, info.draft.valid], (batch, layout.num_drafts))
     chex.assert_type([info.emitted, info.draft.tokens], jnp.int32)
 
@@ -49,11 +51,11 @@ def test_a_round_is_traced_once_for_all_prompts_of_a_bucket():
     traced = chex.assert_max_traces(n=1)(
         lambda params, state: decode_round(jl.LlamaModel(TINY), strategy, params, state)
     )
-    one_round = jax.jit(traced)
+    one_round, params = jax.jit(traced), tiny_params(0)
     for prompt in ([1], [2, 3], [4] * 16):
         cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=20)
-        state = prepare(prompt, cfg, None, None, None).start(tiny_params(0), None)
-        one_round(tiny_params(0), one_round(tiny_params(0), state)[0])
+        state = start(prepare(params, prompt, cfg), params)
+        one_round(params, one_round(params, state)[0])
 
 
 def test_a_model_of_the_wrong_shape_is_refused_while_tracing():

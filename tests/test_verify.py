@@ -89,7 +89,7 @@ def conditional(seed: int, tokens: tuple[int, ...]) -> np.ndarray:
 # --- brute force ----------------------------------------------------------------------------
 
 
-def brute_force(layout: Layout, row_logits, tokens, valid, sources, position) -> dict:
+def brute_force(layout: Layout, row_logits, tokens, valid, source, position) -> dict:
     """The verdict on one batch row, from all root paths of the forest."""
 
     def is_agreed(path: list[int]) -> bool:
@@ -102,7 +102,7 @@ def brute_force(layout: Layout, row_logits, tokens, valid, sources, position) ->
     paths = [root_path(layout.parents[0].tolist(), d) for d in range(layout.num_drafts)]
     agreed = [path for path in paths if is_agreed(path)]
     num_accepted = max(map(len, agreed), default=0)
-    # The lowest of the longest; K/V and sources are those of its own path.
+    # The lowest of the longest; K/V and source are those of its own path.
     winner = min((p[-1] for p in agreed if p and len(p) == num_accepted), default=-1)
     path = root_path(layout.parents[0].tolist(), winner)
     own = choice(row_logits[winner + 1], position + 1 + num_accepted)
@@ -114,7 +114,7 @@ def brute_force(layout: Layout, row_logits, tokens, valid, sources, position) ->
     return {
         "num_accepted": num_accepted,
         "emitted": padded([int(tokens[d]) for d in path] + [own]),
-        "sources": padded([int(sources[d]) for d in path] + [FROM_MODEL]),
+        "source": padded([int(source[d]) for d in path] + [FROM_MODEL]),
         "path": padded([0, *(first_row + d for d in path)]),
         "winner": winner,
     }
@@ -139,7 +139,7 @@ def cases(draw):
         "tokens": array(np.int32, st.integers(0, VOCAB - 1), NUM_DRAFTS),
         "is_right": array(bool, st.booleans(), NUM_DRAFTS),  # the target's choice at that depth
         "valid": array(bool, mostly, NUM_DRAFTS),
-        "sources": array(np.int8, st.integers(0, FROM_NGRAM), NUM_DRAFTS),
+        "source": array(np.int8, st.integers(0, FROM_NGRAM), NUM_DRAFTS),
     }
 
 
@@ -156,7 +156,7 @@ def make_inputs(case: dict, parents: tuple[int, ...]) -> tuple[np.ndarray, Draft
                 tokens[b, d] = choice(logits[b, 1 + parents[d]], position)
             logits[b, 1 + d] = conditional(seed, tuple(tokens[b, path].tolist()))
     zero = np.zeros(BATCH, np.int32)
-    return logits, Draft(tokens, case["valid"], case["sources"], variant=zero)
+    return logits, Draft(tokens, case["valid"], case["source"], variant=zero)
 
 
 @given(cases())
@@ -169,7 +169,7 @@ def test_equals_brute_force(case):
         found = row_of(verdict, b)
         position = int(case["position"][b])
         expected = brute_force(
-            layout, logits[b], draft.tokens[b], draft.valid[b], draft.sources[b], position
+            layout, logits[b], draft.tokens[b], draft.valid[b], draft.source[b], position
         )
         assert found == expected
         # The K/V rows that get committed were computed for the very tokens that are emitted.
@@ -192,8 +192,8 @@ def one_hot_logits(answers: list[int]) -> jax.Array:
 
 def draft_of(*candidates: list[int]) -> Draft:
     tokens = jnp.array([sum(candidates, [])])
-    sources = jnp.full(tokens.shape, FROM_NGRAM, jnp.int8)
-    return Draft(tokens, jnp.ones_like(tokens, bool), sources, jnp.zeros(1, jnp.int32))
+    source = jnp.full(tokens.shape, FROM_NGRAM, jnp.int8)
+    return Draft(tokens, jnp.ones_like(tokens, bool), source, jnp.zeros(1, jnp.int32))
 
 
 @pytest.mark.parametrize("third", [H2, OTHER])
@@ -207,7 +207,7 @@ def test_worked_example_in_reference_mode(third):
     assert verdict == {
         "num_accepted": 2,
         "emitted": [H0, H1, H2],
-        "sources": [FROM_NGRAM, FROM_NGRAM, FROM_MODEL],
+        "source": [FROM_NGRAM, FROM_NGRAM, FROM_MODEL],
         "path": [0, 18, 19],
         "winner": 4,
     }
@@ -221,7 +221,7 @@ def test_worked_example_in_default_mode():
     assert verdict == {
         "num_accepted": 3,
         "emitted": [H0, H1, H2, H3],  # a full match of 3 and the bonus token
-        "sources": [FROM_NGRAM, FROM_NGRAM, FROM_NGRAM, FROM_MODEL],
+        "source": [FROM_NGRAM, FROM_NGRAM, FROM_NGRAM, FROM_MODEL],
         "path": [0, 18, 19, 20],
         "winner": 5,
     }
@@ -260,8 +260,8 @@ def test_number_of_selections(rights, draws):
     layout = build_layout(parents=chain_parents(1, 3))
     target = jnp.array([H0, H1, H2])
     tokens = jnp.stack([jnp.where(jnp.arange(3) < right, target, OTHER) for right in rights])
-    sources, variant = jnp.zeros(tokens.shape, jnp.int8), jnp.zeros(len(tokens), jnp.int32)
-    draft = Draft(tokens, jnp.ones_like(tokens, bool), sources, variant)
+    source, variant = jnp.zeros(tokens.shape, jnp.int8), jnp.zeros(len(tokens), jnp.int32)
+    draft = Draft(tokens, jnp.ones_like(tokens, bool), source, variant)
     logits = jnp.tile(one_hot_logits([H0, H1, H2, H3]), (len(rights), 1, 1))
     positions_seen: list[list[int]] = []
 

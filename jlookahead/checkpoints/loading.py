@@ -60,6 +60,8 @@ def _locate(path_or_id: str | Path | None) -> Path:
         if not path.is_dir():
             raise FileNotFoundError(f"{path}: this installation lacks the bundled model")
         return path
+    if not isinstance(path_or_id, str | Path) or not str(path_or_id):
+        raise ValueError(f"path_or_id: got {path_or_id!r}, allowed is a path or a hub id")
     path = Path(path_or_id).expanduser()
     if path.exists():
         return path

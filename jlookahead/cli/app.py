@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 import jlookahead
 from jlookahead.cli.generate import generate
+from jlookahead.cli.interrupt import exit_on_interrupt
 
 
 class Commands(TyperGroup):
@@ -63,4 +64,5 @@ def _options(
 
 def main() -> None:
     """Runs the command line: exit status 0, 1 (not identical), 2 (user error), 130 (Ctrl-C)."""
+    exit_on_interrupt()
     app()

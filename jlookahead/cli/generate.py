@@ -144,6 +144,10 @@ def _show_side_by_side(
         console.print(Text(legend, display.ACCEPTED))
     console.print(display.figures(results))
     console.print(display.identity(*results))
+    plain, drafted = results
+    if drafted.num_rounds < plain.num_rounds and drafted.seconds > plain.seconds:
+        remark = "Fewer rounds took longer: each computes more rows, and this device feels it."
+        console.print(Text(remark, "dim"))
     return results
 
 

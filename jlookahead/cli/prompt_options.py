@@ -50,6 +50,8 @@ def _parse_ids(ids: str) -> list[int]:
 
 
 def _read_text(file: str) -> str:
+    if file == STDIN and sys.stdin is None:
+        raise ValueError("prompt_file: standard input is closed")
     data = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     try:
         return data.decode()

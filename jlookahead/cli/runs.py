@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jlookahead.call import prepare
 from jlookahead.checkpoints import LoadedModel
 from jlookahead.config import Config
-from jlookahead.decoding import generate, prepare, run_rounds
+from jlookahead.decoding import generate, run_rounds, start
 from jlookahead.streaming import StreamedToken, stream
 
 # Seconds up to which a run is measured again: handing tokens to the host would distort it.
@@ -75,12 +76,12 @@ class Run:
 
 def compile_programs(lm: LoadedModel, prompt: list[int], cfg: Config) -> float:
     """Compiles what a generation of this shape runs, and returns the seconds it took."""
-    start = time.perf_counter()
-    call = prepare(prompt, cfg, None, None, None)
-    state = call.start(lm.params, None)
+    began = time.perf_counter()
+    call = prepare(lm.params, prompt, cfg)
+    state = start(call, lm.params)
     none = np.int32(0)  # rounds to run
     jax.block_until_ready(run_rounds(call.model, call.strategy, lm.params, state, none))
-    return time.perf_counter() - start
+    return time.perf_counter() - began
 
 
 def measure(

@@ -1,0 +1,180 @@
+"""A generation call: checked, padded to buckets, and laid out as arrays for the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jlookahead.config import Config, Sampling
+from jlookahead.lookahead import Lookahead
+from jlookahead.model import PREFIX_CHUNK, LlamaModel, Params, TargetModel
+from jlookahead.prompts import Prompt, to_rows
+from jlookahead.sampling import Sampler
+from jlookahead.state import CACHE_FULL, LENGTH
+from jlookahead.strategy import Strategy
+
+_MIN_PREFILL = 16
+_EOS_SLOTS = 8
+
+
+@flax.struct.dataclass
+class CallArrays:
+    """What varies per call and compiles nothing anew: B rows, P prompt slots, E EOS slots."""
+
+    prompt: jax.Array  # [B, P] int32, right-padded
+    prompt_len: jax.Array  # [B] int32
+    limit: jax.Array  # [B] int32, length at which a row stops
+    limit_reason: jax.Array  # [B] int32, finish code of reaching it
+    eos_ids: jax.Array  # [E] int32, padded with -1
+    pad_id: jax.Array  # [] int32
+    sampler: Sampler | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call. All but `arrays` is static."""
+
+    model: TargetModel
+    strategy: Strategy
+    num_slots: int
+    is_batch: bool
+    arrays: CallArrays
+
+
+def prepare(
+    params: Params,
+    prompt: Prompt,
+    cfg: Config,
+    tokenizer: Any = None,
+    row_ids: Sequence[int] | None = None,
+    model: TargetModel | None = None,
+) -> Call:
+    """Checks everything about a call that can be checked; see `generate` for the arguments.
+
+    Raises:
+        ValueError: naming the field, the value and what is allowed.
+    """
+    if not isinstance(cfg, Config):
+        raise ValueError(f"cfg: got {cfg!r}, allowed is a Config")
+    if model is None:
+        if cfg.model is None:
+            raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")
+        model = LlamaModel(cfg.model)
+        model.check_params(params)
+    rows, is_batch = to_rows(prompt, tokenizer, model.vocab_size)
+    for token in cfg.eos_token_ids:
+        if token >= model.vocab_size:
+            raise ValueError(f"eos_token_ids: got {token}, allowed are 0 to {model.vocab_size - 1}")
+    lengths = [len(row) for row in rows]
+    limits, reasons = _limits(lengths, cfg, model.max_position_embeddings)
+
+    padded = np.full((len(rows), _bucket(max(lengths), _MIN_PREFILL)), cfg.pad_token_id, np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    num_eos = len(cfg.eos_token_ids)
+    eos_ids = np.full(max(1, -(-num_eos // _EOS_SLOTS)) * _EOS_SLOTS, -1, np.int32)
+    eos_ids[:num_eos] = cfg.eos_token_ids
+    # A block of slack, so that the last round's update never runs past the end.
+    needed = max(limits) + cfg.strategy.layout.max_emitted
+    return Call(
+        model=model,
+        strategy=cfg.strategy,
+        num_slots=_bucket(max(padded.shape[1], needed), PREFIX_CHUNK),
+        is_batch=is_batch,
+        arrays=CallArrays(
+            prompt=_int32(padded),
+            prompt_len=_int32(lengths),
+            limit=_int32(limits),
+            limit_reason=_int32(reasons),
+            eos_ids=_int32(eos_ids),
+            pad_id=_int32(cfg.pad_token_id),
+            sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
+        ),
+    )
+
+
+def _int32(value: ArrayLike) -> jax.Array:
+    return jax.device_put(np.asarray(value, np.int32))  # a copy, where jnp.asarray compiles
+
+
+def _float32(value: float) -> jax.Array:
+    return jax.device_put(np.asarray(value, np.float32))
+
+
+def _limits(lengths: Sequence[int], cfg: Config, context: int) -> tuple[list[int], list[int]]:
+    """The length at which each row stops, and the finish code of reaching it."""
+    longest = max(lengths)
+    if longest + cfg.max_new_tokens > context:
+        raise ValueError(
+            f"max_new_tokens: got {cfg.max_new_tokens} after a prompt of {longest} tokens, "
+            f"allowed are {context} together (the model's context)"
+        )
+    limits = [length + cfg.max_new_tokens for length in lengths]
+    if cfg.cache_len is None:
+        return limits, [LENGTH] * len(limits)
+    if longest > cfg.cache_len:
+        raise ValueError(f"cache_len: got {cfg.cache_len}, the prompt alone has {longest} tokens")
+    reasons = [CACHE_FULL if limit > cfg.cache_len else LENGTH for limit in limits]
+    return [min(limit, cfg.cache_len) for limit in limits], reasons
+
+
+def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int) -> Sampler | None:
+    ids = range(batch) if row_ids is None else row_ids
+    if (
+        not isinstance(ids, Sequence | np.ndarray)
+        or len(ids) != batch
+        or not all(_is_row_id(i) for i in ids)
+    ):
+        raise ValueError(f"row_ids: got {row_ids}, must be {batch} integers, 0 or more")
+    if sampling.temperature == 0:
+        return None
+    return Sampler(
+        temperature=_float32(sampling.temperature),
+        top_k=_int32(sampling.top_k),
+        top_p=_float32(sampling.top_p),
+        min_p=_float32(sampling.min_p),
+        # Not the default implementation: others draw differently in another batch slot.
+        key=jax.random.key(sampling.seed, impl="threefry2x32"),
+        row_ids=_int32(ids),
+    )
+
+
+def _is_row_id(value: object) -> bool:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        return False
+    return bool(0 <= value < 2**31)
+
+
+def check_initial_window(
+    tokens: Sequence[int] | None, strategy: Strategy, model: TargetModel
+) -> np.ndarray | None:
+    """The seeds of level 0 in reference mode, checked."""
+    if tokens is None:
+        return None
+    if not isinstance(strategy, Lookahead) or not strategy.reference:
+        raise ValueError(
+            f"initial_window: only Lookahead(reference=True) takes one, got {strategy}"
+        )
+    window = np.asarray(tokens)
+    if window.shape != (strategy.num_seeds,) or not np.issubdtype(window.dtype, np.integer):
+        raise ValueError(
+            f"initial_window: got shape {window.shape} and dtype {window.dtype}, allowed are "
+            f"W+N-3 = {strategy.num_seeds} ids"
+        )
+    if window.min() < 0 or window.max() >= model.vocab_size:
+        raise ValueError(f"initial_window: ids must be 0 to {model.vocab_size - 1}")
+    return window.astype(np.int32)
+
+
+def _bucket(length: int, smallest: int) -> int:
+    """Powers of two from `smallest` up to 1024, then multiples of 1024: few programs serve all
+    lengths, and no buffer is twice as long as a long text needs."""
+    if length <= 1024:
+        return max(smallest, 1 << (length - 1).bit_length())
+    return -(-length // 1024) * 1024
