@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,26 +168,26 @@ def _prefill(
     causal = jnp.tri(chunk, dtype=bool)
 
     def prefill_chunk(index: jax.Array, cache: KVCache) -> KVCache:
-        start = index * chunk
-        positions = jnp.broadcast_to(start + jnp.arange(chunk), (batch, chunk))
-        tokens = lax.dynamic_slice_in_dim(prompt, start, chunk, axis=1)
+        first = index * chunk
+        positions = jnp.broadcast_to(first + jnp.arange(chunk), (batch, chunk))
+        tokens = lax.dynamic_slice_in_dim(prompt, first, chunk, axis=1)
         # Rows that end before this chunk compute garbage beyond their frontier.
-        committed = jnp.broadcast_to(start, (batch,))
+        committed = jnp.broadcast_to(first, (batch,))
         _, new_kv = model.forward(params, tokens, positions, causal, cache, committed)
         if new_kv:
             # Adds 0, or 1 to a place that no longer matters: known only after the last read of
             # the cache, for XLA:CPU to write in place; see `publish`.
-            start += jnp.isnan(new_kv[-1][0][0, 0, 0, 0])
+            first += jnp.isnan(new_kv[-1][0][0, 0, 0, 0])
 
         def write(slots, rows):
-            return lax.dynamic_update_slice_in_dim(slots, rows, start, axis=2)
+            return lax.dynamic_update_slice_in_dim(slots, rows, first, axis=2)
 
         return cache.updated(new_kv, write)
 
     return lax.fori_loop(0, -(-lengths.max() // chunk), prefill_chunk, cache)
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Progress:
     """What the host reads of a state; small, and not donated with it."""
 
@@ -195,9 +196,6 @@ class Progress:
     length: jax.Array  # [B]
     finish: jax.Array  # [B]
     num_rounds: jax.Array  # [B]
-
-
-jax.tree_util.register_dataclass(Progress)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "strategy"), donate_argnames=("state",))
@@ -228,10 +226,10 @@ _run_one_round = jax.jit(decode_round, static_argnames=("model", "strategy"))
 def _collect(progress: Progress, call: Call, tokenizer: Any) -> Result:
     progress, prompt_len = jax.device_get((progress, call.arrays.prompt_len))
     tokens, sources = [], []
-    for b, start in enumerate(prompt_len):
-        end = progress.length[b]
-        tokens.append(progress.tokens[b, start:end].tolist())
-        sources.append([SOURCES[s] for s in progress.source[b, start:end]])
+    for b in range(len(prompt_len)):
+        new = slice(prompt_len[b], progress.length[b])
+        tokens.append(progress.tokens[b, new].tolist())
+        sources.append([SOURCES[code] for code in progress.source[b, new]])
     text = None
     if tokenizer is not None:
         text = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
