@@ -139,8 +139,7 @@ def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int)
         top_k=_int32(sampling.top_k),
         top_p=_float32(sampling.top_p),
         min_p=_float32(sampling.min_p),
-        # Not the default implementation: others draw differently in another batch slot.
-        key=jax.random.key(sampling.seed, impl="threefry2x32"),
+        seed=jax.device_put(np.asarray(sampling.seed, np.uint32)),
         row_ids=_int32(ids),
     )
 

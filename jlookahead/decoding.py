@@ -76,7 +76,8 @@ def generate(
     """
     call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
     state = start(call, params)
-    _, progress = run_rounds(call.model, cfg.strategy, params, state, _NO_ROUND_LIMIT)
+    unlimited = jax.device_put(_NO_ROUND_LIMIT)
+    _, progress = run_rounds(call.model, cfg.strategy, params, state, unlimited)
     return _collect(progress, call, tokenizer)
 
 

@@ -330,7 +330,7 @@ class LlamaModel:
 
     def abstract_params(self) -> Params:
         """Shape and dtype of every parameter, without computing any."""
-        return jax.eval_shape(self.init_params, jax.random.key(0))
+        return jax.eval_shape(lambda: self.init_params(jax.random.key(0)))
 
     def check_params(self, params: Params) -> None:
         """Raises `ValueError` naming the first parameter that is not as the config wants it."""

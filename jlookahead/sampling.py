@@ -27,7 +27,7 @@ class Sampler:
     top_k: jax.Array  # [] int32, 0 keeps all
     top_p: jax.Array  # [] float32, in (0, 1]
     min_p: jax.Array  # [] float32, in [0, 1]
-    key: jax.Array  # [] PRNG key
+    seed: jax.Array  # [] uint32
     row_ids: jax.Array  # [B] int32
 
 
@@ -45,8 +45,11 @@ def select(sampler: Sampler | None, logits: jax.Array, positions: jax.Array) -> 
     if sampler is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
+    # Not the default implementation: others draw differently in another batch slot.
+    seed_key = jax.random.key(sampler.seed, impl="threefry2x32")
+
     def draw(row_id, position, row_logits):
-        key = jax.random.fold_in(jax.random.fold_in(sampler.key, row_id), position)
+        key = jax.random.fold_in(jax.random.fold_in(seed_key, row_id), position)
         return jax.random.categorical(key, row_logits)
 
     kept = filter_logits(sampler, logits)

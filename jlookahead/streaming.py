@@ -65,8 +65,10 @@ def stream(
 
 
 def _stream(params: Params, call: Call, tokenizer: Any) -> Iterator[StreamedToken]:
+    max_rounds = jax.device_put(np.int32(ROUNDS_PER_CALL))
+
     def dispatch(state):
-        return run_rounds(call.model, call.strategy, params, state, np.int32(ROUNDS_PER_CALL))
+        return run_rounds(call.model, call.strategy, params, state, max_rounds)
 
     text = IncrementalText(tokenizer) if tokenizer is not None else None
     seen = int(jax.device_get(call.arrays.prompt_len)[0])

@@ -97,6 +97,18 @@ def test_the_loop_never_talks_to_the_host(strategy, prompts):
         run_rounds(jl.LlamaModel(TINY), strategy, params, state, rounds)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_whole_call_makes_explicit_transfers_only(temperature):
+    """The arguments go in, the tokens come out, each in one deliberate place."""
+    params = tiny_params(0)
+    sampling = jl.Sampling(temperature=temperature)
+    cfg = jl.Config(model=TINY, strategy=STRATEGIES[1], sampling=sampling, max_new_tokens=20)
+    with jax.transfer_guard("disallow"):
+        out = jl.generate(params, [[1, 2, 3], [4]], cfg)
+        streamed = list(jl.stream(params, [1, 2, 3], cfg))
+    assert [s.token for s in streamed] == out.tokens[0]
+
+
 def test_a_generation_is_two_dispatches(monkeypatch):
     calls = []
     for name in ("_start", "run_rounds"):

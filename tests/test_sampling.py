@@ -42,7 +42,7 @@ def make_sampler(sampling: jl.Sampling, row_ids: list[int] | np.ndarray) -> Samp
         top_k=np.int32(sampling.top_k),
         top_p=np.float32(sampling.top_p),
         min_p=np.float32(sampling.min_p),
-        key=jax.random.key(sampling.seed),
+        seed=jnp.uint32(sampling.seed),
         row_ids=np.asarray(row_ids, np.int32),
     )
 
