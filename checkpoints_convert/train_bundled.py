@@ -24,9 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
+from flax import traverse_util
 from safetensors.numpy import save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from jlookahead.checkpoints.params import hf_name
 from jlookahead.model import LlamaModel, Params
 from jlookahead.model_config import ModelConfig
 
@@ -189,10 +191,8 @@ def save(
 ) -> None:
     """Writes a Hugging Face checkpoint directory."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for path, value in jax.tree.leaves_with_path(params):
-        name = ".".join(key.key for key in path).replace("layers_", "layers.")
-        tensors[f"model.{name}"] = np.asarray(value)
+    leaves = traverse_util.flatten_dict(params)
+    tensors = {hf_name(path): np.asarray(value) for path, value in leaves.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     end, pad = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(PAD)

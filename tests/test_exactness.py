@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 from models import TINY, LeakProbe, SuccessorTable, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead.call import prepare
+from jlookahead.checkpoints.params import hf_name
 from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
 
@@ -130,10 +132,8 @@ def test_plain_decoding_equals_hf_generate(kv_heads, tied):
         )
     ).eval()
     state = {}
-    for path, weight in jax.tree_util.tree_leaves_with_path(params):
-        name = ".".join(key.key for key in path).replace("layers_", "layers.")
-        name = name if name.startswith("lm_head") else f"model.{name}"
-        state[name] = torch.tensor(np.asarray(weight))
+    for path, weight in traverse_util.flatten_dict(params).items():
+        state[hf_name(path)] = torch.tensor(np.asarray(weight))
     if tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     hf.load_state_dict(state)

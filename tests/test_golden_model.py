@@ -7,31 +7,19 @@ recorded logit gap is so small that another summation order may flip an argmax.
 from __future__ import annotations
 
 import itertools
-import json
 
 import golden
-import jax.numpy as jnp
 import pytest
-from safetensors.numpy import load_file
 
 import jlookahead as jl
-from jlookahead.model_config import from_hf_config
 
 SMALLEST_SAFE_GAP = 2e-5
-MODEL = golden.GOLDEN / "tiny_model"
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    config = from_hf_config(json.loads((MODEL / "config.json").read_text()))
-    params: dict = {}
-    for name, weight in load_file(MODEL / "model.safetensors").items():
-        *path, leaf = name.removeprefix("model.").replace("layers.", "layers_").split(".")
-        node = params
-        for key in path:
-            node = node.setdefault(key, {})
-        node[leaf] = jnp.asarray(weight)
-    return config, params
+    lm = jl.load(golden.GOLDEN / "tiny_model")
+    return lm.config, lm.params
 
 
 def smallest_gap(step: dict) -> float:

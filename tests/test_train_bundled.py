@@ -1,14 +1,12 @@
 """The training script writes a checkpoint that transformers reads as the same network."""
 
-import json
-
+import checkpoints as files
 import jax
 import numpy as np
 import pytest
 
+import jlookahead as jl
 from checkpoints_convert import train_bundled
-from jlookahead.model import LlamaModel
-from jlookahead.model_config import from_hf_config
 
 TINY = "--steps 3 --max-files 6 --batch-tokens 256 --vocab-size 400 --hidden-size 32 "
 TINY += "--intermediate-size 48 --layers 1"
@@ -27,37 +25,18 @@ def checkpoint(tmp_path_factory):
     return train(tmp_path_factory.mktemp("bundled"))
 
 
-def load_params(checkpoint):
-    """The written tensors, as the nested dict of `LlamaModel`."""
-    from safetensors.numpy import load_file
-
-    params = {}
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        *parents, leaf = name.removeprefix("model.").replace("layers.", "layers_").split(".")
-        node = params
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = tensor
-    return params
-
-
 def test_logits_are_those_of_transformers(checkpoint):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    config = from_hf_config(json.loads((checkpoint / "config.json").read_text()))
-    model, params = LlamaModel(config), load_params(checkpoint)
-    expected_tree = jax.tree.structure(model.abstract_params())
-    assert jax.tree.structure(params) == expected_tree
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24), dtype=np.int32)
-    positions = np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
-    causal = np.tril(np.ones((24, 24), bool))
-    cache, lengths = model.init_cache(2, 1), np.zeros(2, np.int32)
-    hidden, _ = model.forward(params, tokens, positions, causal, cache, lengths)
+    lm = jl.load(checkpoint)
+    expected_tree = jax.tree.structure(jl.LlamaModel(lm.config).abstract_params())
+    assert jax.tree.structure(lm.params) == expected_tree
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (2, 24), dtype=np.int32)
     with torch.no_grad():
         expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(model.logits(params, hidden), expected, atol=1e-4)
+    np.testing.assert_allclose(files.logits(lm, tokens), expected, atol=1e-4)
 
 
 def test_tokenizer_is_lossless_and_adds_nothing(checkpoint):

@@ -15,7 +15,7 @@ from jlookahead.checkpoints.defaults import merge_defaults
 from jlookahead.checkpoints.errors import first_line
 from jlookahead.checkpoints.gguf_tokenizer import build_tokenizer
 from jlookahead.checkpoints.loaded_model import LoadedModel
-from jlookahead.checkpoints.params import Progress, StoredTensor, fill_params
+from jlookahead.checkpoints.params import Progress, StoredTensor, fill_params, hf_name
 from jlookahead.model import inverse_frequencies
 from jlookahead.model_config import ModelConfig, RopeConfig, from_hf_config
 
@@ -180,9 +180,8 @@ def _hf_name(name: str, file: Path) -> str:
     match = _TENSOR_NAME.fullmatch(name)
     if match is None or match["module"] not in _MODULES:
         raise ValueError(f"tensor {name!r} in {file}: not a parameter of a LLaMA")
-    layer = f"layers.{match['layer']}." if match["layer"] else ""
-    dotted = f"{layer}{_MODULES[match['module']]}.{match['kind']}"
-    return dotted if dotted.startswith("lm_head.") else f"model.{dotted}"
+    layer = (f"layers_{match['layer']}",) if match["layer"] else ()
+    return hf_name((*layer, *_MODULES[match["module"]].split("."), match["kind"]))
 
 
 def _stored_tensor(tensor: ReaderTensor, config: ModelConfig, file: Path) -> StoredTensor:
