@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import importlib.metadata
 import json
 import platform
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from rich.progress import track
 
 import jlookahead as jl
+from benchmarks.report import versions
 from jlookahead.prompts import to_rows
 
 
@@ -39,16 +39,14 @@ def main() -> None:
     lm = jl.load(args.model)
     strategy = jl.Lookahead(args.window, args.ngram, args.candidates)
     cfg = lm.make_config(strategy=strategy, max_new_tokens=args.max_new_tokens)
-    suite = [json.loads(line) for path in args.suite for line in path.read_text().splitlines()]
+    suite = read_suites(args.suite)
     rows = [measure(lm, item, cfg) for item in track(suite, "decoding")]
     report = {
         "what": "tokens per round, prefill not counted, greedy, float32",
         "model": args.model or "bundled",
         "strategy": dataclasses.asdict(strategy),
         "max_new_tokens": args.max_new_tokens,
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("jlookahead", "jax", "flax")
-        },
+        "versions": versions(),
         "machine": platform.machine(),
         "num_prompts": len(rows),
         "num_identical": sum(row["identical"] for row in rows),
@@ -57,6 +55,10 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({"categories": report["categories"], "identical": report["num_identical"]}))
+
+
+def read_suites(paths: list[Path]) -> list[dict]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def measure(lm: jl.LoadedModel, item: dict, cfg: jl.Config) -> dict:

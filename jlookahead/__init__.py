@@ -1,13 +1,18 @@
 """Lookahead Decoding for LLaMA-family models in JAX: several tokens per forward pass, with
 exactly the output of plain decoding."""
 
+from jlookahead import processors
+from jlookahead.auditing import Audit, audit
 from jlookahead.checkpoints import Defaults, LoadedModel, load
 from jlookahead.config import Config, Sampling
 from jlookahead.decoding import Result, generate, iter_rounds
+from jlookahead.jacobi import Jacobi
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import KVCache, LlamaModel, TargetModel
 from jlookahead.model_config import ModelConfig, RopeConfig
 from jlookahead.prompt_lookup import PromptLookup
+from jlookahead.recycling import Recycling
+from jlookahead.session import Session
 from jlookahead.state import RoundInfo, RoundState
 from jlookahead.strategy import Autoregressive, Strategy
 from jlookahead.streaming import StreamedToken, stream
@@ -15,25 +20,31 @@ from jlookahead.streaming import StreamedToken, stream
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "Autoregressive",
     "Config",
     "Defaults",
+    "Jacobi",
     "KVCache",
     "LlamaModel",
     "LoadedModel",
     "Lookahead",
     "ModelConfig",
     "PromptLookup",
+    "Recycling",
     "Result",
     "RopeConfig",
     "RoundInfo",
     "RoundState",
     "Sampling",
+    "Session",
     "Strategy",
     "StreamedToken",
     "TargetModel",
+    "audit",
     "generate",
     "iter_rounds",
     "load",
+    "processors",
     "stream",
 ]

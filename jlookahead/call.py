@@ -14,26 +14,33 @@ from numpy.typing import ArrayLike
 from jlookahead.config import Config, Sampling
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import PREFIX_CHUNK, LlamaModel, Params, TargetModel
+from jlookahead.processors import Processor, on_device
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import Sampler
 from jlookahead.state import CACHE_FULL, LENGTH
+from jlookahead.stopping import StopStrings, compile_stop_strings
 from jlookahead.strategy import Strategy
 
 _MIN_PREFILL = 16
+_MIN_NEXT_PREFILL = 64  # turns of a chat differ in length: fewer programs serve them
+PREFILL_CHUNK = 512
 _EOS_SLOTS = 8
 
 
 @flax.struct.dataclass
 class CallArrays:
-    """What varies per call and compiles nothing anew: B rows, P prompt slots, E EOS slots."""
+    """What varies per call and compiles nothing anew: B rows, T slots, E EOS slots."""
 
-    prompt: jax.Array  # [B, P] int32, right-padded
+    prompt: jax.Array  # [B, T] int32, right-padded
     prompt_len: jax.Array  # [B] int32
+    num_reused: jax.Array  # [] int32, leading tokens whose K/V an earlier generation committed
     limit: jax.Array  # [B] int32, length at which a row stops
     limit_reason: jax.Array  # [B] int32, finish code of reaching it
     eos_ids: jax.Array  # [E] int32, padded with -1
     pad_id: jax.Array  # [] int32
     sampler: Sampler | None
+    processors: tuple[Processor, ...]
+    stop: StopStrings | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +49,9 @@ class Call:
 
     model: TargetModel
     strategy: Strategy
+    prefill_chunk: int
     num_slots: int
+    want_logprobs: bool
     is_batch: bool
     arrays: CallArrays
 
@@ -54,19 +63,19 @@ def prepare(
     tokenizer: Any = None,
     row_ids: Sequence[int] | None = None,
     model: TargetModel | None = None,
+    num_reused: int = 0,
+    min_slots: int = 0,
 ) -> Call:
     """Checks everything about a call that can be checked; see `generate` for the arguments.
+
+    Args:
+        num_reused: leading tokens of the prompt, less than all, that need no prefill.
+        min_slots: slots of the cache that an earlier generation leaves; 0 if none does.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
     """
-    if not isinstance(cfg, Config):
-        raise ValueError(f"cfg: got {cfg!r}, allowed is a Config")
-    if model is None:
-        if cfg.model is None:
-            raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")
-        model = LlamaModel(cfg.model)
-        model.check_params(params)
+    model = resolve_model(params, cfg, model)
     rows, is_batch = to_rows(prompt, tokenizer, model.vocab_size)
     for token in cfg.eos_token_ids:
         if token >= model.vocab_size:
@@ -74,29 +83,54 @@ def prepare(
     lengths = [len(row) for row in rows]
     limits, reasons = _limits(lengths, cfg, model.max_position_embeddings)
 
-    padded = np.full((len(rows), _bucket(max(lengths), _MIN_PREFILL)), cfg.pad_token_id, np.int32)
+    num_new = max(lengths) - num_reused
+    chunk = bucket(num_new, _MIN_NEXT_PREFILL if min_slots else _MIN_PREFILL)
+    chunk = min(chunk, PREFILL_CHUNK)
+    end_of_prefill = num_reused + -(-num_new // chunk) * chunk
+    # A block of slack, so that the last round's update never runs past the end.
+    end_of_rounds = max(limits) + cfg.strategy.layout.max_emitted
+    num_slots = bucket(max(end_of_prefill, end_of_rounds, min_slots), PREFIX_CHUNK)
+    padded = np.full((len(rows), num_slots), cfg.pad_token_id, np.int32)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     num_eos = len(cfg.eos_token_ids)
     eos_ids = np.full(max(1, -(-num_eos // _EOS_SLOTS)) * _EOS_SLOTS, -1, np.int32)
     eos_ids[:num_eos] = cfg.eos_token_ids
-    # A block of slack, so that the last round's update never runs past the end.
-    needed = max(limits) + cfg.strategy.layout.max_emitted
     return Call(
         model=model,
         strategy=cfg.strategy,
-        num_slots=_bucket(max(padded.shape[1], needed), PREFIX_CHUNK),
+        prefill_chunk=chunk,
+        num_slots=num_slots,
+        want_logprobs=cfg.logprobs,
         is_batch=is_batch,
         arrays=CallArrays(
             prompt=_int32(padded),
             prompt_len=_int32(lengths),
+            num_reused=_int32(num_reused),
             limit=_int32(limits),
             limit_reason=_int32(reasons),
             eos_ids=_int32(eos_ids),
             pad_id=_int32(cfg.pad_token_id),
             sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
+            processors=on_device(
+                cfg.processors, cfg.min_new_tokens, eos_ids, model.vocab_size, padded.shape
+            ),
+            stop=compile_stop_strings(cfg.stop_strings, tokenizer, model.vocab_size, len(rows)),
         ),
     )
+
+
+def resolve_model(params: Params, cfg: Config, model: TargetModel | None) -> TargetModel:
+    """The network of a call, checked against its parameters if it is `cfg.model`."""
+    if not isinstance(cfg, Config):
+        raise ValueError(f"cfg: got {cfg!r}, allowed is a Config")
+    if model is not None:
+        return model
+    if cfg.model is None:
+        raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")
+    llama = LlamaModel(cfg.model)
+    llama.check_params(params)
+    return llama
 
 
 def _int32(value: ArrayLike) -> jax.Array:
@@ -141,6 +175,7 @@ def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int)
         min_p=_float32(sampling.min_p),
         seed=jax.device_put(np.asarray(sampling.seed, np.uint32)),
         row_ids=_int32(ids),
+        verify=sampling.verify,
     )
 
 
@@ -171,7 +206,7 @@ def check_initial_window(
     return window.astype(np.int32)
 
 
-def _bucket(length: int, smallest: int) -> int:
+def bucket(length: int, smallest: int) -> int:
     """Powers of two from `smallest` up to 1024, then multiples of 1024: few programs serve all
     lengths, and no buffer is twice as long as a long text needs."""
     if length <= 1024:

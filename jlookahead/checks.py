@@ -26,3 +26,9 @@ def check_bool(name: str, value: object) -> None:
     """Raises `ValueError` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}: got {value!r}, allowed is True or False")
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")

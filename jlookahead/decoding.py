@@ -20,13 +20,17 @@ from jax import lax
 from jlookahead.call import Call, CallArrays, check_initial_window, prepare
 from jlookahead.config import Config
 from jlookahead.model import KVCache, Params, TargetModel
+from jlookahead.ngram_pool import NgramPool
 from jlookahead.prompts import Prompt
 from jlookahead.rounds import decode_round
-from jlookahead.state import FINISH_REASONS, RUNNING, SOURCES, RoundInfo, RoundState
+from jlookahead.state import FINISH_REASONS, RUNNING, SOURCES, PromptRead, RoundInfo, RoundState
+from jlookahead.stopping import cut_at_stop
 from jlookahead.strategy import Strategy
+from jlookahead.successors import top_tokens
 
-PREFILL_CHUNK = 512
-_NO_ROUND_LIMIT = np.int32(np.iinfo(np.int32).max)
+# Prompt rows whose logits are computed at once, for strategies that want them.
+_HEAD_CHUNK = 64
+NO_ROUND_LIMIT = np.int32(np.iinfo(np.int32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +42,10 @@ class Result:
         text: their decoded text without special tokens; None without a tokenizer.
         num_rounds: forward passes it took, prefill not counted.
         tokens_per_round: new tokens per round; 0 if there was no round.
-        finish_reason: `eos`, `length` or `cache_full`.
-        sources: where each token came from, `model`, `ngram` (the pool) or `prompt` (lookup).
+        finish_reason: `eos`, `stop` (a stop string), `length` or `cache_full`.
+        sources: where each token came from: `plain` or `bonus` (the model itself, without or
+            behind accepted drafts), or the draft's source: `pool`, `lookup`, `recycled`, `sweep`.
+        logprobs: of every token under the model's own law; None unless `cfg.logprobs`.
     """
 
     tokens: Any
@@ -48,6 +54,7 @@ class Result:
     tokens_per_round: Any
     finish_reason: Any
     sources: Any
+    logprobs: Any
 
 
 def generate(
@@ -76,9 +83,9 @@ def generate(
     """
     call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
     state = start(call, params)
-    unlimited = jax.device_put(_NO_ROUND_LIMIT)
+    unlimited = jax.device_put(NO_ROUND_LIMIT)
     _, progress = run_rounds(call.model, cfg.strategy, params, state, unlimited)
-    return _collect(progress, call, tokenizer)
+    return collect(progress, call, cfg, tokenizer)
 
 
 def iter_rounds(
@@ -122,59 +129,130 @@ def _iter_rounds(
         yield state, info
 
 
-def start(call: Call, params: Params, initial_window: np.ndarray | None = None) -> RoundState:
-    """The state before the first round: prompt prefilled, proposer memory filled."""
-    return _start(call.model, call.strategy, call.num_slots, params, call.arrays, initial_window)
+def start(
+    call: Call,
+    params: Params,
+    initial_window: np.ndarray | None = None,
+    previous: RoundState | None = None,
+) -> RoundState:
+    """The state before the first round: prompt prefilled, proposer memory filled.
+
+    Args:
+        call: the call.
+        params: of its model.
+        initial_window: see `iter_rounds`.
+        previous: the state of an earlier generation of this strategy whose first `num_reused`
+            tokens the prompt shares; its cache and memory are donated.
+    """
+    carried = None
+    if previous is not None:
+        cache = previous.cache
+        if previous.tokens.shape[1] < call.num_slots:
+            cache = _grow(cache, call.num_slots)
+        carried = Carried(cache, previous.pool, previous.successors)
+    return _start(
+        call.model,
+        call.strategy,
+        (call.prefill_chunk, call.want_logprobs),
+        params,
+        call.arrays,
+        initial_window,
+        carried,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "strategy", "num_slots"))
+@flax.struct.dataclass
+class Carried:
+    """What a generation hands on to the next one."""
+
+    cache: KVCache
+    pool: NgramPool | None
+    successors: jax.Array | None
+
+
+# A program of its own, so that `_start` is not compiled for every pair of capacities.
+_grow = jax.jit(KVCache.grown, static_argnums=1)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "strategy", "sizes"), donate_argnames=("carried",)
+)
 def _start(
     model: TargetModel,
     strategy: Strategy,
-    num_slots: int,
+    sizes: tuple[int, bool],
     params: Params,
     arrays: CallArrays,
     initial_window: jax.Array | None,
+    carried: Carried | None,
 ) -> RoundState:
     """Prefills the prompt without its last token and fills the proposer's memory."""
-    batch, padded_len = arrays.prompt.shape
-    tokens = jnp.full((batch, num_slots), arrays.pad_id).at[:, :padded_len].set(arrays.prompt)
-    cache = model.init_cache(batch, num_slots)
+    chunk, want_logprobs = sizes
+    batch, num_slots = arrays.prompt.shape
+    cache = model.init_cache(batch, num_slots) if carried is None else carried.cache
+    cache, successors = _prefill(model, params, arrays, chunk, cache, strategy.num_successors)
     is_done = arrays.prompt_len >= arrays.limit
     state = RoundState(
-        tokens=tokens,
+        tokens=arrays.prompt,
         source=jnp.zeros((batch, num_slots), jnp.int8),
         length=arrays.prompt_len,
         finish=jnp.where(is_done, arrays.limit_reason, RUNNING),
-        cache=_prefill(model, params, arrays.prompt, arrays.prompt_len - 1, cache),
+        cache=cache,
+        logprobs=jnp.zeros((batch, num_slots)) if want_logprobs else None,
         window=None,
-        pool=None,
+        pool=None if carried is None else carried.pool,
+        successors=None if carried is None else carried.successors,
+        block=None,
         prompt_len=arrays.prompt_len,
         limit=arrays.limit,
         limit_reason=arrays.limit_reason,
         eos_ids=arrays.eos_ids,
         pad_id=arrays.pad_id,
         sampler=arrays.sampler,
+        processors=arrays.processors,
+        stop=arrays.stop,
         num_rounds=jnp.zeros(batch, jnp.int32),
     )
-    return strategy.start(state, initial_window)
+    prompt = PromptRead(arrays.num_reused, successors, model.vocab_size, initial_window)
+    return strategy.start(state, prompt)
 
 
 def _prefill(
-    model: TargetModel, params: Params, prompt: jax.Array, lengths: jax.Array, cache: KVCache
-) -> KVCache:
-    """Commits K/V of the first `lengths [B]` prompt tokens, chunk by chunk."""
-    batch, padded_len = prompt.shape
-    chunk = min(padded_len, PREFILL_CHUNK)
-    causal = jnp.tri(chunk, dtype=bool)
+    model: TargetModel,
+    params: Params,
+    arrays: CallArrays,
+    chunk: int,
+    cache: KVCache,
+    num_successors: int,
+) -> tuple[KVCache, jax.Array | None]:
+    """Commits K/V of all prompt tokens but the last, chunk by chunk, behind the reused ones.
 
-    def prefill_chunk(index: jax.Array, cache: KVCache) -> KVCache:
-        first = index * chunk
+    Returns the cache, and for every token read its likeliest successors `[B, T, K]`, if any
+    are wanted; -1 for tokens that were not read.
+    """
+    batch, num_slots = arrays.prompt.shape
+    causal = jnp.tri(chunk, dtype=bool)
+    end = arrays.prompt_len.max() - 1
+    head_chunk = min(chunk, _HEAD_CHUNK)
+
+    def prefill_chunk(index: jax.Array, carry: tuple) -> tuple:
+        cache, successors = carry
+        first = arrays.num_reused + index * chunk
         positions = jnp.broadcast_to(first + jnp.arange(chunk), (batch, chunk))
-        tokens = lax.dynamic_slice_in_dim(prompt, first, chunk, axis=1)
+        tokens = lax.dynamic_slice_in_dim(arrays.prompt, first, chunk, axis=1)
         # Rows that end before this chunk compute garbage beyond their frontier.
         committed = jnp.broadcast_to(first, (batch,))
-        _, new_kv = model.forward(params, tokens, positions, causal, cache, committed)
+        hidden, new_kv = model.forward(params, tokens, positions, causal, cache, committed)
+
+        def read_successors(part: jax.Array, successors: jax.Array) -> jax.Array:
+            at = part * head_chunk
+            rows = lax.dynamic_slice_in_dim(hidden, at, head_chunk, axis=1)
+            best = top_tokens(model.logits(params, rows), num_successors)
+            return lax.dynamic_update_slice_in_dim(successors, best, first + at, axis=1)
+
+        if num_successors:
+            num_parts = -(-jnp.minimum(end - first, chunk) // head_chunk)
+            successors = lax.fori_loop(0, num_parts, read_successors, successors)
         if new_kv:
             # Adds 0, or 1 to a place that no longer matters: known only after the last read of
             # the cache, for XLA:CPU to write in place; see `publish`.
@@ -183,9 +261,13 @@ def _prefill(
         def write(slots, rows):
             return lax.dynamic_update_slice_in_dim(slots, rows, first, axis=2)
 
-        return cache.updated(new_kv, write)
+        return cache.updated(new_kv, write), successors
 
-    return lax.fori_loop(0, -(-lengths.max() // chunk), prefill_chunk, cache)
+    successors = None
+    if num_successors:
+        successors = jnp.full((batch, num_slots, num_successors), -1, jnp.int32)
+    num_chunks = -(-jnp.maximum(end - arrays.num_reused, 0) // chunk)
+    return lax.fori_loop(0, num_chunks, prefill_chunk, (cache, successors))
 
 
 @flax.struct.dataclass
@@ -194,6 +276,7 @@ class Progress:
 
     tokens: jax.Array  # [B, T]
     source: jax.Array  # [B, T]
+    logprobs: jax.Array | None  # [B, T]
     length: jax.Array  # [B]
     finish: jax.Array  # [B]
     num_rounds: jax.Array  # [B]
@@ -218,22 +301,27 @@ def run_rounds(
         return index + 1, decode_round(model, strategy, params, state)[0]
 
     _, state = lax.while_loop(is_running, run_round, (jnp.int32(0), state))
-    return state, Progress(state.tokens, state.source, state.length, state.finish, state.num_rounds)
+    fields = (field.name for field in dataclasses.fields(Progress))
+    return state, Progress(**{name: getattr(state, name) for name in fields})
 
 
 _run_one_round = jax.jit(decode_round, static_argnames=("model", "strategy"))
 
 
-def _collect(progress: Progress, call: Call, tokenizer: Any) -> Result:
+def collect(progress: Progress, call: Call, cfg: Config, tokenizer: Any) -> Result:
+    """Copies a finished generation to the host."""
     progress, prompt_len = jax.device_get((progress, call.arrays.prompt_len))
-    tokens, sources = [], []
+    tokens, sources, logprobs = [], [], []
     for b in range(len(prompt_len)):
         new = slice(prompt_len[b], progress.length[b])
         tokens.append(progress.tokens[b, new].tolist())
         sources.append([SOURCES[code] for code in progress.source[b, new]])
+        if progress.logprobs is not None:
+            logprobs.append(progress.logprobs[b, new].tolist())
     text = None
     if tokenizer is not None:
-        text = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+        decoded = (tokenizer.decode(row, skip_special_tokens=True) for row in tokens)
+        text = [cut_at_stop(row, cfg.stop_strings) for row in decoded]
     num_rounds = progress.num_rounds.tolist()
     fields: dict[str, Any] = dict(
         tokens=tokens,
@@ -244,6 +332,7 @@ def _collect(progress: Progress, call: Call, tokenizer: Any) -> Result:
         ],
         finish_reason=[FINISH_REASONS[code] for code in progress.finish],
         sources=sources,
+        logprobs=logprobs or None,
     )
     if not call.is_batch:
         fields = {name: rows and rows[0] for name, rows in fields.items()}

@@ -1,9 +1,10 @@
 """The packed query rows of one round: one static record table, built once in NumPy.
 
 A round feeds Q rows to the network: the ordinary row (the last emitted token), the window's
-trajectory levels, and the draft tokens. Everything that depends on the shape of the round
-alone - where a row's token comes from, its position, what it may attend to, whether its
-logits are wanted - is derived here from the record table and is a constant of the program.
+trajectory levels, and the draft tokens. Where a row's token comes from, whether its logits are
+wanted, and where the window's rows stand and what they see, depends on the shape of the round
+alone: it is derived here from the record table and is a constant of the program. The draft
+rows are a forest that the proposer may shape anew every round; see `forest.py`.
 
 Example, window 5, n-gram 4, two candidates (21 rows, p the ordinary row's position):
 
@@ -25,11 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jlookahead.forest import ancestry
 
 ORDINARY, WINDOW, DRAFT, UNUSED = range(4)
 
@@ -40,25 +42,23 @@ _ROW = np.dtype(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Static tables of a round, one entry per variant: rows are always Q, their roles vary.
+    """Static tables of a round, one entry per fill stage of the window.
 
-    Variants are the fill stages of a window that warms up, or the ways to divide the draft
-    rows between sources; the draft of a round says which one it is.
-
-    Shapes: `T` variants, `Q` packed rows, `R` draft rows, `J` Jacobi columns (the width of the
-    deepest level; 0 without a window), `M` the most tokens a round can emit.
+    Shapes: `T` stages (1 for a window that does not warm up, or none), `Q` packed rows, `R`
+    draft rows, which are the last ones, `J` Jacobi columns (the width of the deepest level; 0
+    without a window), `M` the most tokens a round can emit.
 
     Attributes:
         rows: `[T, Q]` records (role, level, column, draft, offset).
         source: `[T, Q]` index of each row's token in `[last token, window levels, drafts]`.
-        offsets: `[T, Q]` position relative to the ordinary row.
-        mask: `[T, Q, Q]` bool, True = row i attends to row j.
+        offsets: `[T, Q - R]` position relative to the ordinary row, of all but the drafts.
+        mask: `[T, Q - R, Q - R]` bool, True = row i attends to row j; of all but the drafts.
         logit_rows: `[T, 1 + R + J]` the rows whose logits are wanted: the ordinary row, the
             drafts, the deepest level.
-        parents: `[T, R]` draft index of the token before, -1 for children of the ordinary row.
-        paths: `[T, R + 1, M]` packed rows from the ordinary row to draft r at entry r + 1 (to none
-            at entry 0), filled up with the ordinary row.
-        max_accepted: most draft tokens one round may accept, `M - 1`.
+        num_drafts: R.
+        num_jacobi: J.
+        max_accepted: most draft tokens one round may accept, `M - 1`; at least the depth of
+            any forest a proposer makes, unless it caps acceptance.
     """
 
     rows: np.ndarray
@@ -66,8 +66,7 @@ class Layout:
     offsets: np.ndarray
     mask: np.ndarray
     logit_rows: np.ndarray
-    parents: np.ndarray
-    paths: np.ndarray
+    num_drafts: int
     num_jacobi: int
     max_accepted: int
 
@@ -76,8 +75,9 @@ class Layout:
         return self.rows.shape[1]
 
     @property
-    def num_drafts(self) -> int:
-        return self.parents.shape[1]
+    def first_draft(self) -> int:
+        """Packed row of draft 0."""
+        return self.num_rows - self.num_drafts
 
     @property
     def max_emitted(self) -> int:
@@ -85,49 +85,50 @@ class Layout:
         return self.max_accepted + 1
 
 
-def at_variant(table: np.ndarray, variant: jax.Array) -> jax.Array:
-    """Selects a `[T, ...]` table at `variant [B]`: `[1, ...]` if T is 1, else `[B, ...]`."""
-    return jnp.asarray(table) if len(table) == 1 else jnp.asarray(table)[variant]
+def at_stage(table: np.ndarray, stage: jax.Array) -> jax.Array:
+    """Selects a `[T, ...]` table at `stage [B]`: `[1, ...]` if T is 1, else `[B, ...]`."""
+    return jnp.asarray(table) if len(table) == 1 else jnp.asarray(table)[stage]
 
 
-@functools.lru_cache(maxsize=64)
-def stack_layouts(layouts: tuple[Layout, ...]) -> Layout:
-    """One layout with the variants of several that agree in everything but their forest."""
+def place(layout: Layout, stage: jax.Array, parents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the packed rows of a round stand and what they see.
 
-    names = ("rows", "source", "offsets", "mask", "logit_rows", "parents", "paths")
-    tables: dict[str, Any] = {
-        name: np.concatenate([getattr(layout, name) for layout in layouts]) for name in names
-    }
-    return dataclasses.replace(layouts[0], **tables)
+    Args:
+        layout: the tables.
+        stage: `[B]` fill stage of the window.
+        parents: `[B, R]`, see `ancestry`.
 
-
-def chain_parents(num_chains: int, length: int, num_linked: int = 1) -> tuple[int, ...]:
-    """Parents of `num_chains` chains: `(-1, 0, 1, -1, 3, 4)` for two of three.
-
-    The first `num_linked` of them form one long chain: `(-1, 0, 1, 2, 3, 4)` for both.
+    Returns:
+        position relative to the ordinary row `[B, Q]`, and the mask `[B, Q, Q]`.
     """
-    starts = set(range(0, num_chains * length, length)) - set(range(1, num_linked * length))
-    return tuple(-1 if i in starts else i - 1 for i in range(num_chains * length))
+    batch, first = len(parents), layout.first_draft
+    seen_by_drafts = ancestry(parents)
+    offsets = jnp.broadcast_to(at_stage(layout.offsets, stage), (batch, first))
+    offsets = jnp.concatenate([offsets, seen_by_drafts.sum(axis=2, dtype=jnp.int32)], axis=1)
+    mask = jnp.zeros((batch, layout.num_rows, layout.num_rows), bool)
+    mask = mask.at[:, :first, :first].set(at_stage(layout.mask, stage))
+    mask = mask.at[:, first:, first:].set(seen_by_drafts)
+    return offsets, mask.at[:, first:, 0].set(True)
 
 
 @functools.lru_cache(maxsize=64)
 def build_layout(
     window: int = 0,
     ngram: int = 2,
-    parents: tuple[int, ...] = (),
+    num_drafts: int = 0,
+    max_accepted: int = 0,
     warm_up: bool = False,
-    max_accepted: int | None = None,
 ) -> Layout:
     """Builds the tables.
 
     Args:
         window: columns W of the trajectory window; 0 for none.
         ngram: n-gram size N; the window has N-1 levels.
-        parents: the forest of draft rows; every parent stands before its children.
+        num_drafts: draft rows R.
+        max_accepted: most drafts one round may accept.
         warm_up: whether to build the official fill stages 0..N-2 instead of the steady one.
             At stage s, levels 0..s are filled and hold W+N-2-s columns each, the ordinary
             row standing in for column 0 of level 0.
-        max_accepted: cap on accepted drafts; None is the depth of the forest.
     """
     last = ngram - 2
     stages = range(last + 1) if warm_up else [last]
@@ -140,19 +141,16 @@ def build_layout(
     ]
     num_cells = max(map(len, cells))
     num_columns = window + last
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(1 if parent < 0 else depth[parent] + 1)
 
-    rows = np.zeros((len(cells), 1 + num_cells + len(parents)), _ROW)
+    rows = np.zeros((len(cells), 1 + num_cells + num_drafts), _ROW)
     rows[["level", "column", "draft", "offset"]] = (-1, -1, -1, 0)
     rows["role"] = UNUSED
     rows[:, 0] = (ORDINARY, 0, 0, -1, 0)
     for t, stage_cells in enumerate(cells):
         for i, (level, column) in enumerate(stage_cells):
             rows[t, 1 + i] = (WINDOW, level, column, -1, level + column)
-        for d, offset in enumerate(depth):
-            rows[t, 1 + num_cells + d] = (DRAFT, -1, -1, d, offset)
+    rows["role"][:, 1 + num_cells :] = DRAFT
+    rows["draft"][:, 1 + num_cells :] = np.arange(num_drafts)
 
     num_levels = ngram - 1 if window else 0
     source = np.select(
@@ -164,52 +162,31 @@ def build_layout(
         0,
     )
     num_jacobi = num_columns - stages[0] if window else 0
-    if max_accepted is None:
-        max_accepted = max(depth, default=0)
+    not_drafts = rows[:, : 1 + num_cells]
     return Layout(
         rows=rows,
         source=source,
-        offsets=rows["offset"],
-        mask=np.stack([_visibility(stage_rows, parents) for stage_rows in rows]),
+        offsets=not_drafts["offset"],
+        mask=np.stack([_visibility(stage_rows) for stage_rows in not_drafts]),
         logit_rows=np.stack(
             [_logit_rows(r, s, num_jacobi) for r, s in zip(rows, stages, strict=True)]
         ),
-        parents=np.tile(np.array(parents, np.int32), (len(stages), 1)),
-        paths=np.tile(_paths(parents, 1 + num_cells, max_accepted + 1), (len(stages), 1, 1)),
+        num_drafts=num_drafts,
         num_jacobi=num_jacobi,
         max_accepted=max_accepted,
     )
 
 
-def _visibility(rows: np.ndarray, parents: tuple[int, ...]) -> np.ndarray:
-    """`[Q, Q]` bool, True where row i attends to row j."""
+def _visibility(rows: np.ndarray) -> np.ndarray:
+    """Which of the ordinary row and the window's rows see which, square bool."""
     i, j = rows[:, None], rows[None, :]
     in_window = np.isin(rows["role"], (ORDINARY, WINDOW))
     causal_level_0 = (j["level"] == 0) & (j["column"] <= i["column"])
     own_column = (j["level"] >= 1) & (j["level"] <= i["level"]) & (j["column"] == i["column"])
     mask = in_window[:, None] & in_window[None, :] & (causal_level_0 | own_column)
-
-    is_ancestor = np.eye(len(parents), dtype=bool)
-    for draft, parent in enumerate(parents):
-        if parent >= 0:
-            is_ancestor[draft] |= is_ancestor[parent]
-    is_draft = rows["role"] == DRAFT
-    mask[is_draft, 0] = True
-    mask[np.ix_(is_draft, is_draft)] = is_ancestor
     # A row without a role still needs one visible row, for its softmax to be finite.
     np.fill_diagonal(mask, True)
     return mask
-
-
-def _paths(parents: tuple[int, ...], first_draft: int, size: int) -> np.ndarray:
-    """`[R + 1, size]` packed rows from the ordinary row to every draft row."""
-    paths = [[0]]
-    for draft, parent in enumerate(parents):
-        paths.append([*paths[parent + 1], first_draft + draft])
-    table = np.zeros((len(paths), size), np.int32)
-    for row, path in zip(table, paths, strict=True):
-        row[: len(path)] = path[:size]
-    return table
 
 
 def _logit_rows(rows: np.ndarray, deepest: int, num_jacobi: int) -> np.ndarray:

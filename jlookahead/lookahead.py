@@ -17,8 +17,9 @@ from jax import lax
 
 from jlookahead import ngram_pool
 from jlookahead.checks import check_bool, check_int
-from jlookahead.layout import Layout, build_layout, chain_parents, stack_layouts
-from jlookahead.state import FROM_NGRAM, FROM_PROMPT, Draft, RoundState
+from jlookahead.forest import chain_parents
+from jlookahead.layout import Layout, build_layout
+from jlookahead.state import LOOKUP, POOL, Draft, PromptRead, RoundState
 from jlookahead.suffix_match import continuations, find_matches
 from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
 
@@ -75,19 +76,13 @@ class Lookahead:
     @property
     def layout(self) -> Layout:
         size = self.ngram - 1
-        most_linked = max(1, self.max_linked)
-        longest = most_linked * size
-        return stack_layouts(
-            tuple(
-                build_layout(
-                    window=self.window,
-                    ngram=self.ngram,
-                    parents=chain_parents(self.candidates, size, num_linked),
-                    warm_up=self.reference,
-                    max_accepted=longest - 1 if self.reference else longest,
-                )
-                for num_linked in range(1, most_linked + 1)
-            )
+        longest = max(1, self.max_linked) * size
+        return build_layout(
+            window=self.window,
+            ngram=self.ngram,
+            num_drafts=self.candidates * size,
+            max_accepted=longest - 1 if self.reference else longest,
+            warm_up=self.reference,
         )
 
     @property
@@ -95,13 +90,20 @@ class Lookahead:
         """Tokens of `initial_window` in reference mode: W+N-3."""
         return self.window + self.ngram - 3
 
-    def start(self, state: RoundState, initial_window: jax.Array | None) -> RoundState:
+    @property
+    def num_successors(self) -> int:
+        return 0
+
+    def start(self, state: RoundState, prompt: PromptRead) -> RoundState:
         """Seeds the window from the prompt and fills the pool with the prompt's n-grams."""
-        batch = state.tokens.shape[0]
-        pool = ngram_pool.init_pool(batch, self.pool_capacity, self.candidates, self.ngram)
+        batch, pool, num_known = state.tokens.shape[0], state.pool, prompt.num_reused
+        if pool is None:
+            pool = ngram_pool.init_pool(batch, self.pool_capacity, self.candidates, self.ngram)
+            num_known = jnp.int32(0)
         if self.prompt_pool:
-            pool = self._insert_prompt(pool, state)
-        return dataclasses.replace(state, window=self._seed(state, initial_window), pool=pool)
+            pool = self._insert_prompt(pool, state, num_known)
+        window = self._seed(state, prompt.initial_window)
+        return dataclasses.replace(state, window=window, pool=pool)
 
     def _seed(self, state: RoundState, initial_window: jax.Array | None) -> Window:
         batch, num_levels = state.tokens.shape[0], self.ngram - 1
@@ -122,12 +124,17 @@ class Lookahead:
         levels = levels.at[:, 0, 1:].set(initial_window)
         return Window(levels, jnp.zeros(batch, jnp.int32))
 
-    def _insert_prompt(self, pool: ngram_pool.NgramPool, state: RoundState) -> ngram_pool.NgramPool:
+    def _insert_prompt(
+        self, pool: ngram_pool.NgramPool, state: RoundState, num_known: jax.Array
+    ) -> ngram_pool.NgramPool:
+        """Inserts the prompt's n-grams that end at or after token `num_known`."""
+        first = jnp.maximum(num_known, self.ngram - 1)
+
         def insert_block(block, pool):
-            last = self.ngram - 1 + block * _PROMPT_BLOCK + jnp.arange(_PROMPT_BLOCK)
+            last = first + block * _PROMPT_BLOCK + jnp.arange(_PROMPT_BLOCK)
             return ngram_pool.insert(pool, *self._text_ngrams(state, last, state.prompt_len))
 
-        num_ngrams = jnp.maximum(state.prompt_len.max() - self.ngram + 1, 0)
+        num_ngrams = jnp.maximum(state.prompt_len.max() - first, 0)
         return lax.fori_loop(0, -(-num_ngrams // _PROMPT_BLOCK), insert_block, pool)
 
     def _text_ngrams(self, state: RoundState, last: jax.Array, end: jax.Array):
@@ -141,6 +148,7 @@ class Lookahead:
         suffixes, count = ngram_pool.find(pool, state.last_token)
         batch, num_chains, size = suffixes.shape
         chain = jnp.arange(num_chains)
+        parents = jnp.broadcast_to(chain_parents(num_chains, size), (batch, num_chains * size))
         if self.reference:
             # The official code does not verify before the window is full.
             is_steady = trajectory.stage == self.ngram - 2
@@ -148,8 +156,8 @@ class Lookahead:
             return Draft(
                 tokens=suffixes.reshape(batch, -1),
                 valid=jnp.repeat(filled, size, axis=1),
-                source=jnp.full((batch, num_chains * size), FROM_NGRAM, jnp.int8),
-                variant=trajectory.stage,
+                source=jnp.full(parents.shape, POOL, jnp.int8),
+                parents=parents,
             )
         tokens, exists, num_linked = self._look_up(state)
         # The most recent n-grams take the chains that lookup leaves.
@@ -161,8 +169,8 @@ class Lookahead:
         return Draft(
             tokens=jnp.where(is_linked, tokens, suffixes.reshape(batch, -1)),
             valid=jnp.where(is_linked, exists, jnp.repeat(filled, size, axis=1)),
-            source=jnp.where(is_linked, FROM_PROMPT, FROM_NGRAM).astype(jnp.int8),
-            variant=jnp.maximum(num_linked - 1, 0),
+            source=jnp.where(is_linked, LOOKUP, POOL).astype(jnp.int8),
+            parents=jnp.where(is_linked, jnp.arange(num_chains * size) - 1, parents),
         )
 
     def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -180,11 +188,12 @@ class Lookahead:
         return tokens[:, 0], exists[:, 0], -(-wanted[:, 0] // size)
 
     def observe(
-        self, before: RoundState, after: RoundState, jacobi_logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
     ) -> RoundState:
         active = ~before.done
         trajectory, pool = _memory(before)
-        predicted = jnp.argmax(jacobi_logits, axis=-1).astype(jnp.int32)
+        deepest = logits[:, 1 + draft.tokens.shape[1] :]
+        predicted = jnp.argmax(deepest, axis=-1).astype(jnp.int32)
         keys, suffixes, valid = trajectory_ngrams(
             trajectory, before.last_token, predicted, self.window
         )

@@ -47,6 +47,14 @@ class KVCache:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
+    def grown(self, num_slots: int) -> KVCache:
+        """The cache with `num_slots` slots, at least as many as it has."""
+
+        def grow(slots: jax.Array) -> jax.Array:
+            return jnp.pad(slots, ((0, 0), (0, 0), (0, num_slots - slots.shape[2]), (0, 0)))
+
+        return jax.tree.map(grow, self)
+
     def updated(
         self, new_kv: KVRows, write: Callable[[jax.Array, jax.Array], jax.Array]
     ) -> KVCache:

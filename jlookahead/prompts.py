@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# A text, ids, chat messages, or several of one kind.
+# A text, ids, chat messages, several of one kind, or what a tokenizer returns.
 Prompt = Any
 
 
@@ -44,8 +44,9 @@ def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
     """Splits a prompt into rows of ids.
 
     Args:
-        prompt: ids `[T]` or `[B, T]`, a list of ids, a ragged list of those; with a
-            tokenizer also a string, a list of strings, or chat messages.
+        prompt: ids `[T]` or `[B, T]`, a list of ids, a ragged list of those; what a Hugging
+            Face tokenizer returns, `input_ids` padded on either side and `attention_mask`; with
+            a tokenizer also a string, a list of strings, or chat messages.
         tokenizer: used for text only; may be None.
         vocab_size: ids must be below it.
 
@@ -54,9 +55,11 @@ def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
 
     Raises:
         ValueError: nothing to read, an id outside the vocabulary, something not an id, text
-            without a tokenizer.
+            without a tokenizer, a mask that is not one of padding.
     """
-    if _is_text(prompt):
+    if isinstance(prompt, Mapping):
+        rows, is_batch = _split_masked(prompt)
+    elif _is_text(prompt):
         rows, is_batch = [prompt], False
     elif isinstance(prompt, list | tuple) and any(map(_is_text, prompt)):
         rows, is_batch = list(prompt), True
@@ -86,6 +89,41 @@ def _split_ids(prompt: Prompt) -> tuple[list[Any], bool]:
         return ([prompt], False) if prompt.ndim == 1 else (list(prompt), True)
     is_batch = any(isinstance(entry, list | tuple) or np.ndim(entry) for entry in prompt)
     return (list(prompt), True) if is_batch else ([prompt], False)
+
+
+def _split_masked(prompt: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """Rows without their padding."""
+    if {"input_ids", "attention_mask"} != prompt.keys() - {"token_type_ids"}:
+        raise ValueError(
+            f"prompt: got a mapping with {list(prompt)}, allowed are input_ids and attention_mask"
+        )
+    rows, is_batch = _split_ids(prompt["input_ids"])
+    masks, _ = _split_ids(prompt["attention_mask"])
+    types, _ = _split_ids(prompt.get("token_type_ids", [0]))
+    if any(np.any(row) for row in types):
+        raise ValueError("prompt: token_type_ids are not all 0, which these models know nothing of")
+    if len(masks) != len(rows):
+        raise ValueError(
+            f"prompt: attention_mask has {len(masks)} rows, must be {len(rows)} as input_ids"
+        )
+    pairs = zip(rows, masks, strict=True)
+    return [_strip_padding(ids, mask, i) for i, (ids, mask) in enumerate(pairs)], is_batch
+
+
+def _strip_padding(row: Any, mask: Any, index: int) -> np.ndarray:
+    ids, mask = np.asarray(row), np.asarray(mask)
+    if ids.shape != mask.shape or ids.ndim != 1:
+        raise ValueError(
+            f"prompt: attention_mask of row {index} has shape {mask.shape}, must be {ids.shape}"
+        )
+    if not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"prompt: attention_mask of row {index} holds other values than 0 and 1")
+    (kept,) = np.nonzero(mask)
+    if not kept.size:
+        raise ValueError(f"prompt: attention_mask of row {index} hides all of it")
+    if kept[-1] - kept[0] + 1 > kept.size:
+        raise ValueError(f"prompt: attention_mask of row {index} has a hole, allowed is padding")
+    return ids[kept]
 
 
 def _check_ids(row: Any, index: int, vocab_size: int) -> np.ndarray:

@@ -13,13 +13,13 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jlookahead.layout import Layout, at_variant
+from jlookahead.buffers import write_rows
+from jlookahead.layout import Layout, at_stage, place
 from jlookahead.model import KVCache, KVRows, Params, TargetModel
-from jlookahead.sampling import select
-from jlookahead.state import EOS, RUNNING, Draft, RoundInfo, RoundState
+from jlookahead.state import EOS, PLAIN, RUNNING, STOP, Draft, RoundInfo, RoundState
 from jlookahead.strategy import Strategy
+from jlookahead.target import choose
 from jlookahead.verify import Verdict, verify
 
 
@@ -36,10 +36,7 @@ def decode_round(
     layout = strategy.layout
     with jax.named_scope("propose"):
         draft = strategy.propose(state)
-        chex.assert_shape(
-            [draft.tokens, draft.valid, draft.source], (len(state.length), layout.num_drafts)
-        )
-        chex.assert_equal_shape([draft.variant, state.length])
+        chex.assert_shape(jax.tree.leaves(draft), (len(state.length), layout.num_drafts))
     with jax.named_scope("pack"):
         rows = pack(layout, state, draft)
         chex.assert_shape([rows.tokens, rows.positions], (len(state.length), layout.num_rows))
@@ -52,22 +49,27 @@ def decode_round(
         chex.assert_shape(logits, (*rows.logit_rows.shape, model.vocab_size))
         chex.assert_type(logits, jnp.float32)
     with jax.named_scope("verify"):
-        selector = functools.partial(select, state.sampler)
-        verdict = verify(logits, draft, layout, state.length - 1, selector)
+        verdict = verify(
+            logits,
+            draft,
+            layout,
+            functools.partial(choose, state, draft),
+            want_logprobs=state.logprobs is not None,
+        )
     with jax.named_scope("publish"):
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, logits[:, 1 + layout.num_drafts :])
-    return after, _report(state, draft, verdict, num_emitted, layout)
+        after = strategy.observe(state, after, draft, logits)
+    return after, _report(state, draft, verdict, num_emitted)
 
 
 @flax.struct.dataclass
 class PackedRows:
-    """What the network is fed. The mask has one entry for all rows if the layout never varies."""
+    """What the network is fed."""
 
     tokens: jax.Array  # [B, Q] int32
     positions: jax.Array  # [B, Q] int32
-    mask: jax.Array  # [1, Q, Q] or [B, Q, Q] bool, True = attends
+    mask: jax.Array  # [B, Q, Q] bool, True = attends
     logit_rows: jax.Array  # [B, 1 + R + J] int32
 
 
@@ -77,12 +79,13 @@ def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
     parts = [state.last_token[:, None], draft.tokens]
     if state.window is not None:
         parts.insert(1, state.window.tokens.reshape(batch, -1))
-    source = at_variant(layout.source, draft.variant)
-    logit_rows = at_variant(layout.logit_rows, draft.variant)
+    source = at_stage(layout.source, state.stage)
+    logit_rows = at_stage(layout.logit_rows, state.stage)
+    offsets, mask = place(layout, state.stage, draft.parents)
     return PackedRows(
         tokens=jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1),
-        positions=state.length[:, None] - 1 + at_variant(layout.offsets, draft.variant),
-        mask=at_variant(layout.mask, draft.variant),
+        positions=state.length[:, None] - 1 + offsets,
+        mask=mask,
         logit_rows=jnp.broadcast_to(logit_rows, (batch, logit_rows.shape[1])),
     )
 
@@ -90,32 +93,46 @@ def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
 def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundState, jax.Array]:
     """Commits what survives the stop conditions: tokens, K/V, length, finish reason.
 
-    The one place where a block is cut: at the first EOS in it and at the row's limit. Rows
-    that are done get nothing. Returns the state and the number of tokens emitted `[B]`.
+    The one place where a block is cut: at the first EOS in it, at the token that completes a
+    stop string, and at the row's limit. Rows that are done get nothing. Returns the state and
+    the number of tokens emitted `[B]`.
     """
     max_emitted = verdict.emitted.shape[1]
     index = jnp.arange(max_emitted)
     num_emitted = jnp.minimum(verdict.num_accepted + 1, state.limit - state.length)
-    is_eos = jnp.isin(verdict.emitted, state.eos_ids) & (index < num_emitted[:, None])
-    has_eos = is_eos.any(axis=1)
-    num_emitted = jnp.where(has_eos, jnp.argmax(is_eos, axis=1) + 1, num_emitted)
+    is_eos = jnp.isin(verdict.emitted, state.eos_ids)
+    stop = None if state.stop is None else state.stop.follow(verdict.emitted)
+    ends = is_eos if stop is None else is_eos | stop.is_complete
+    ends &= index < num_emitted[:, None]
+    first_end = jnp.argmax(ends, axis=1)
+    num_emitted = jnp.where(ends.any(axis=1), first_end + 1, num_emitted)
     num_emitted = jnp.where(state.done, 0, num_emitted).astype(jnp.int32)
 
     length = state.length + num_emitted
-    reason = jnp.where(has_eos, EOS, jnp.where(length == state.limit, state.limit_reason, RUNNING))
+    at_limit = jnp.where(length == state.limit, state.limit_reason, RUNNING)
+    at_end = jnp.where(jnp.take_along_axis(is_eos, first_end[:, None], axis=1)[:, 0], EOS, STOP)
+    reason = jnp.where(ends.any(axis=1), at_end, at_limit)
     kept = index < num_emitted[:, None]
     # A row that emits nothing writes into the slack at the end. That the slot is known only
     # after the logits also lets XLA:CPU order the write after every read of the cache, and
     # so do it in place; it copies the whole cache otherwise.
     slack = state.tokens.shape[1] - max_emitted
     frontier = jnp.where(num_emitted > 0, state.length - 1, slack)
+
+    def written(buffer: jax.Array, block: jax.Array, padding: jax.Array | int) -> jax.Array:
+        return write_rows(buffer, jnp.where(kept, block, padding), state.length)
+
     after = dataclasses.replace(
         state,
-        tokens=_write(state.tokens, jnp.where(kept, verdict.emitted, state.pad_id), state.length),
-        source=_write(state.source, jnp.where(kept, verdict.source, 0), state.length),
+        tokens=written(state.tokens, verdict.emitted, state.pad_id),
+        source=written(state.source, verdict.source, PLAIN),
+        logprobs=None
+        if state.logprobs is None or verdict.logprobs is None
+        else written(state.logprobs, verdict.logprobs, 0),
         length=length,
         finish=jnp.where(state.done, state.finish, reason).astype(jnp.int32),
         cache=commit(state.cache, new_kv, verdict.path, frontier),
+        stop=None if stop is None else stop.after(num_emitted),
         num_rounds=state.num_rounds + ~state.done,
     )
     return after, num_emitted
@@ -129,39 +146,21 @@ def commit(cache: KVCache, new_kv: KVRows, path: jax.Array, lengths: jax.Array) 
     """
 
     def write(slots, rows):
-        return _write(slots, jnp.take_along_axis(rows, path[:, None, :, None], axis=2), lengths)
+        return write_rows(slots, jnp.take_along_axis(rows, path[:, None, :, None], axis=2), lengths)
 
     return cache.updated(new_kv, write)
 
 
-def _write(buffer: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
-    """Writes `block` into `buffer` from `start [B]` along the slot axis, row by row.
-
-    Slots are axis 1 of tokens `[B, T]` and axis 2 of K/V `[B, K, S, D]`. An update past the
-    end would be moved back over valid slots: capacity leaves a block of slack.
-    """
-    slot_axis = max(buffer.ndim - 2, 1)
-    for b in range(buffer.shape[0]):
-        row = lax.dynamic_slice_in_dim(block, b, 1, axis=0).astype(buffer.dtype)
-        at = [jnp.zeros((), start.dtype)] * buffer.ndim
-        at[0], at[slot_axis] = jnp.asarray(b, start.dtype), start[b]
-        buffer = lax.dynamic_update_slice(buffer, row, at)
-    return buffer
-
-
-def _report(
-    state: RoundState, draft: Draft, verdict: Verdict, num_emitted: jax.Array, layout: Layout
-) -> RoundInfo:
+def _report(state: RoundState, draft: Draft, verdict: Verdict, num_emitted: jax.Array) -> RoundInfo:
     active = ~state.done
-    kept = jnp.arange(layout.max_emitted) < num_emitted[:, None]
-    parents = jnp.broadcast_to(at_variant(layout.parents, draft.variant), draft.tokens.shape)
+    kept = jnp.arange(verdict.emitted.shape[1]) < num_emitted[:, None]
+    roots = draft.valid & (draft.parents < 0)
     return RoundInfo(
         num_emitted=num_emitted,
         emitted=jnp.where(kept, verdict.emitted, state.pad_id),
         source=jnp.where(kept, verdict.source, 0),
         num_accepted=jnp.clip(verdict.num_accepted, 0, jnp.maximum(num_emitted - 1, 0)),
-        num_candidates=jnp.where(active, (draft.valid & (parents < 0)).sum(axis=1), 0),
+        num_candidates=jnp.where(active, roots.sum(axis=1), 0),
         draft=draft,
         winner=jnp.where(active, verdict.winner, -1),
-        parents=parents,
     )

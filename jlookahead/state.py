@@ -9,16 +9,29 @@ import numpy as np
 
 from jlookahead.model import KVCache
 from jlookahead.ngram_pool import NgramPool
+from jlookahead.processors import Context, Processor
 from jlookahead.sampling import Sampler
+from jlookahead.stopping import StopStrings
 from jlookahead.window import Window
 
 # Why a row stopped, by code; code 0 is a row that still runs.
-RUNNING, EOS, LENGTH, CACHE_FULL = range(4)
-FINISH_REASONS = (None, "eos", "length", "cache_full")
+RUNNING, EOS, STOP, LENGTH, CACHE_FULL = range(5)
+FINISH_REASONS = (None, "eos", "stop", "length", "cache_full")
 
-# Where an emitted token came from, by code.
-FROM_MODEL, FROM_NGRAM, FROM_PROMPT = range(3)
-SOURCES = ("model", "ngram", "prompt")
+# Where an emitted token came from, by code: the target's own token where no draft was accepted
+# (`plain`) and behind accepted drafts (`bonus`); drafts from the n-gram pool, from prompt
+# lookup, from the table of recycled successors, from the last Jacobi sweep.
+PLAIN, BONUS, POOL, LOOKUP, RECYCLED, SWEEP = range(6)
+SOURCES = ("plain", "bonus", "pool", "lookup", "recycled", "sweep")
+
+
+@flax.struct.dataclass
+class Block:
+    """The tokens that Jacobi iteration has yet to fix, as the last sweep predicts them."""
+
+    tokens: jax.Array  # [B, m] int32, for the positions behind the last emitted token
+    remaining: jax.Array  # [B] int32, how many of them belong to the block, 1..m
+    num_sweeps: jax.Array  # [B] int32, sweeps this block has had
 
 
 @flax.struct.dataclass
@@ -35,9 +48,12 @@ class RoundState:
     length: jax.Array  # [B] int32, tokens committed, prompt included
     finish: jax.Array  # [B] int32, finish code
     cache: KVCache
+    logprobs: jax.Array | None  # [B, T] float32, of every emitted token; None if not wanted
     # memory of the proposer; None where the strategy has none
     window: Window | None
     pool: NgramPool | None
+    successors: jax.Array | None  # [B, V, K] int32, see `recycling.py`
+    block: Block | None
     # constant through a call
     prompt_len: jax.Array  # [B] int32
     limit: jax.Array  # [B] int32, length at which the row stops
@@ -45,6 +61,8 @@ class RoundState:
     eos_ids: jax.Array  # [E] int32, padded with -1
     pad_id: jax.Array  # [] int32
     sampler: Sampler | None  # None is greedy
+    processors: tuple[Processor, ...]
+    stop: StopStrings | None
     # counters
     num_rounds: jax.Array  # [B] int32
 
@@ -58,15 +76,35 @@ class RoundState:
         """`[B]` int32, the ordinary row's token."""
         return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]
 
+    @property
+    def stage(self) -> jax.Array:
+        """`[B]` int32, fill stage of the window; 0 without one."""
+        return jnp.zeros_like(self.length) if self.window is None else self.window.stage
+
+    @property
+    def context(self) -> Context:
+        """What logits processors see."""
+        return Context(self.tokens, self.length, self.prompt_len)
+
+
+@flax.struct.dataclass
+class PromptRead:
+    """What a strategy learns its memory from before the first round, beside the state."""
+
+    num_reused: jax.Array  # [] int32, leading prompt tokens an earlier generation had committed
+    successors: jax.Array | None  # [B, P, K] int32, likeliest successors of every prompt token
+    vocab_size: int = flax.struct.field(pytree_node=False)
+    initial_window: jax.Array | None  # [W + N - 3] int32, seeds of level 0 in reference mode
+
 
 @flax.struct.dataclass
 class Draft:
-    """Draft tokens on a forest of the layout. Shapes: R draft rows."""
+    """Draft tokens on a forest, see `forest.py`. Shapes: R draft rows."""
 
     tokens: jax.Array  # [B, R] int32
     valid: jax.Array  # [B, R] bool
     source: jax.Array  # [B, R] int8, source code
-    variant: jax.Array  # [B] int32, which variant of the layout the rows follow
+    parents: jax.Array  # [B, R] int32, the draft before, -1 for children of the ordinary row
 
 
 @flax.struct.dataclass
@@ -83,12 +121,11 @@ class RoundInfo:
     num_candidates: jax.Array  # [B] int32, draft sequences that were verified
     draft: Draft
     winner: jax.Array  # [B] int32, draft row accepted last, -1 if none
-    parents: jax.Array  # [B, R] int32, see `Layout`
 
     def candidates(self, row: int = 0) -> list[list[int]]:
         """The draft sequences one batch row verified, root to leaf, in order (on the host)."""
         tokens, valid = np.asarray(self.draft.tokens)[row], np.asarray(self.draft.valid)[row]
-        parents = np.asarray(self.parents)[row].tolist()
+        parents = np.asarray(self.draft.parents)[row].tolist()
         extended = {p for p, ok in zip(parents, valid, strict=True) if ok}
         sequences = []
         for leaf in range(len(tokens)):

@@ -13,19 +13,27 @@ import jax
 import jax.numpy as jnp
 
 from jlookahead.layout import Layout, build_layout
-from jlookahead.state import Draft, RoundState
+from jlookahead.state import Draft, PromptRead, RoundState
 
 
 class Strategy(Protocol):
-    """What a round needs of a proposer; all three run inside the compiled program."""
+    """What a round needs of a proposer; its functions run inside the compiled program."""
 
     @property
     def layout(self) -> Layout:
         """The packed rows of its rounds."""
         ...
 
-    def start(self, state: RoundState, initial_window: jax.Array | None) -> RoundState:
-        """Fills its memory from the prompt, before the first round."""
+    @property
+    def num_successors(self) -> int:
+        """Likeliest successors K of every prompt token that `start` wants; 0 saves the head."""
+        ...
+
+    def start(self, state: RoundState, prompt: PromptRead) -> RoundState:
+        """Fills its memory from the prompt, before the first round.
+
+        The state may hold the memory of an earlier generation over the reused tokens.
+        """
         ...
 
     def propose(self, state: RoundState) -> Draft:
@@ -33,14 +41,16 @@ class Strategy(Protocol):
         ...
 
     def observe(
-        self, before: RoundState, after: RoundState, jacobi_logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
     ) -> RoundState:
         """Learns from a round.
 
         Args:
             before: the state the round started from.
             after: the same with the round's tokens published.
-            jacobi_logits: `[B, J, V]` of the window's deepest level.
+            draft: what was verified.
+            logits: `[B, 1 + R + J, V]`, the target's own, of the ordinary row, the draft rows
+                and the window's deepest level.
 
         Returns:
             `after` with new proposer memory. Rows done before the round keep theirs.
@@ -56,19 +66,23 @@ class Autoregressive:
     def layout(self) -> Layout:
         return build_layout()
 
-    def start(self, state: RoundState, initial_window: jax.Array | None) -> RoundState:
+    @property
+    def num_successors(self) -> int:
+        return 0
+
+    def start(self, state: RoundState, prompt: PromptRead) -> RoundState:
         return state
 
     def propose(self, state: RoundState) -> Draft:
-        none = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
+        none = jnp.zeros((len(state.length), 0), jnp.int32)
         return Draft(
             tokens=none,
             valid=none.astype(bool),
             source=none.astype(jnp.int8),
-            variant=jnp.zeros_like(state.length),
+            parents=none,
         )
 
     def observe(
-        self, before: RoundState, after: RoundState, jacobi_logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
     ) -> RoundState:
         return after

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jlookahead.layout import Layout, at_variant
-from jlookahead.state import FROM_MODEL, Draft
+from jlookahead.layout import Layout
+from jlookahead.state import BONUS, PLAIN, Draft
 
-Selector = Callable[[jax.Array, jax.Array], jax.Array]
+# (logits [B, V], tokens emitted so far [B, M], their number, drafts that may follow [B, R])
+# -> the target's token [B].
+Choose = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @flax.struct.dataclass
@@ -25,77 +27,99 @@ class Verdict:
     num_accepted: jax.Array  # [B] int32, 0..M-1
     emitted: jax.Array  # [B, M] int32, the accepted drafts, the target's own token, then 0
     source: jax.Array  # [B, M] int8
+    logprobs: jax.Array | None  # [B, M] float32, of the emitted tokens
     path: jax.Array  # [B, M] int32, packed rows whose K/V the emitted tokens commit
     winner: jax.Array  # [B] int32, last accepted draft row, -1 if none
 
 
 def verify(
-    logits: jax.Array, draft: Draft, layout: Layout, position: jax.Array, select: Selector
+    logits: jax.Array, draft: Draft, layout: Layout, choose: Choose, want_logprobs: bool = False
 ) -> Verdict:
     """Accepts the longest path of draft tokens that the target itself would have chosen.
 
-    One loop over depth. At each, the target's token is selected from the conditional row of
-    a surviving draft (all survivors share their tokens so far, hence their conditional) and
+    One loop over depth. At each, the target's token is chosen from the conditional row of a
+    surviving draft (all survivors share their tokens so far, hence their conditional) and
     the survivors are the valid children that carry it. The first depth without survivors
     ends the path with the target's token: a correction, or the bonus after a full match.
 
     Args:
         logits: `[B, 1 + R + J, V]`, the ordinary row and the draft rows first.
-        draft: tokens on a forest of the layout.
-        layout: the forests, and `max_accepted`.
-        position: `[B]` absolute position of the ordinary row.
-        select: the target's choice, `(logits [B, V], positions [B]) -> tokens [B]`.
+        draft: tokens on a forest.
+        layout: the packed rows, and `max_accepted`.
+        choose: the target's choice.
+        want_logprobs: whether to report log-probabilities under the target's unprocessed law.
 
     Returns:
         a `Verdict`; ties between survivors go to the lowest draft row.
     """
-    batch, max_emitted = logits.shape[0], layout.max_emitted
-    num_drafts = layout.num_drafts
-    parents = jnp.broadcast_to(at_variant(layout.parents, draft.variant), (batch, num_drafts))
+    batch, num_drafts = draft.tokens.shape
+    start = _Walk(
+        depth=jnp.int32(0),
+        running=jnp.ones(batch, bool),
+        eligible=draft.valid & (draft.parents < 0),
+        winner=jnp.full(batch, -1, jnp.int32),
+        num_accepted=jnp.zeros(batch, jnp.int32),
+        emitted=jnp.zeros((batch, layout.max_emitted), jnp.int32),
+        source=jnp.full((batch, layout.max_emitted), PLAIN, jnp.int8),
+        logprobs=jnp.zeros((batch, layout.max_emitted)) if want_logprobs else None,
+        path=jnp.zeros((batch, layout.max_emitted + 1), jnp.int32),
+    )
 
-    def is_running(carry):
-        depth, running, *_ = carry
-        return (depth < max_emitted) & running.any()
+    def is_running(walk: _Walk) -> jax.Array:
+        return (walk.depth < layout.max_emitted) & walk.running.any()
 
-    def accept_one(carry):
-        depth, running, alive, winner, num_accepted, emitted = carry
-        conditional = jnp.take_along_axis(logits, winner[:, None, None] + 1, axis=1)[:, 0]
-        token = select(conditional, position + 1 + depth)
-        emitted = emitted.at[:, depth].set(jnp.where(running, token, 0))
-        parent_alive = jnp.take_along_axis(alive, jnp.maximum(parents, 0), axis=1)
-        alive = jnp.where(parents < 0, depth == 0, parent_alive)
-        alive &= draft.valid & (draft.tokens == token[:, None])
+    def accept_one(walk: _Walk) -> _Walk:
+        depth, running = walk.depth, walk.running
+        conditional = jnp.take_along_axis(logits, walk.winner[:, None, None] + 1, axis=1)[:, 0]
+        token = choose(conditional, walk.emitted, depth, walk.eligible)
+        alive = walk.eligible & (draft.tokens == token[:, None])
         alive &= (running & (depth < layout.max_accepted))[:, None]
         survives = alive.any(axis=1)
         lowest = jnp.where(alive, jnp.arange(num_drafts, dtype=jnp.int32), num_drafts)
         lowest = lowest.min(axis=1, initial=num_drafts)
-        winner = jnp.where(survives, lowest, winner)
-        return depth + 1, survives, alive, winner, num_accepted + survives, emitted
+        source = jnp.take_along_axis(draft.source, lowest[:, None], axis=1, mode="clip")[:, 0]
+        own = jnp.where(depth == 0, PLAIN, BONUS).astype(jnp.int8)
+        source = jnp.where(survives, source, own)
+        logprobs = walk.logprobs
+        if logprobs is not None:
+            all_logprobs = jax.nn.log_softmax(conditional, axis=-1)
+            logprob = jnp.take_along_axis(all_logprobs, token[:, None], axis=1)[:, 0]
+            logprobs = logprobs.at[:, depth].set(jnp.where(running, logprob, 0.0))
+        parent_alive = jnp.take_along_axis(alive, jnp.maximum(draft.parents, 0), axis=1)
+        row = jnp.where(survives, layout.first_draft + lowest, 0)
+        return _Walk(
+            depth=depth + 1,
+            running=survives,
+            eligible=draft.valid & (draft.parents >= 0) & parent_alive,
+            winner=jnp.where(survives, lowest, walk.winner),
+            num_accepted=walk.num_accepted + survives,
+            emitted=walk.emitted.at[:, depth].set(jnp.where(running, token, 0)),
+            source=walk.source.at[:, depth].set(jnp.where(running, source, PLAIN)),
+            logprobs=logprobs,
+            path=walk.path.at[:, depth + 1].set(row),
+        )
 
-    _, _, _, winner, num_accepted, emitted = lax.while_loop(
-        is_running,
-        accept_one,
-        (
-            jnp.int32(0),
-            jnp.ones(batch, bool),
-            jnp.zeros((batch, num_drafts), bool),
-            jnp.full(batch, -1, jnp.int32),
-            jnp.zeros(batch, jnp.int32),
-            jnp.zeros((batch, max_emitted), jnp.int32),
-        ),
-    )
-    paths = at_variant(layout.paths, draft.variant)
-    paths = jnp.broadcast_to(paths, (batch, *paths.shape[1:]))
-    path = jnp.take_along_axis(paths, winner[:, None, None] + 1, axis=1)[:, 0]
-    first_draft = layout.num_rows - num_drafts
-    path_draft = path[:, 1:] - first_draft  # negative beyond the winner
-    padded = jnp.pad(draft.source, ((0, 0), (0, 1)), constant_values=FROM_MODEL)
-    source = jnp.take_along_axis(padded, jnp.maximum(path_draft, 0), axis=1)
-    source = jnp.where(path_draft >= 0, source, FROM_MODEL)
+    end = lax.while_loop(is_running, accept_one, start)
     return Verdict(
-        num_accepted=num_accepted,
-        emitted=emitted,
-        source=jnp.pad(source, ((0, 0), (0, 1)), constant_values=FROM_MODEL),
-        path=path,
-        winner=winner,
+        num_accepted=end.num_accepted,
+        emitted=end.emitted,
+        source=end.source,
+        logprobs=end.logprobs,
+        path=end.path[:, :-1],
+        winner=end.winner,
     )
+
+
+@flax.struct.dataclass
+class _Walk:
+    """Where the walk stands: what the last accepted token leaves open, and what was emitted."""
+
+    depth: jax.Array  # [] int32
+    running: jax.Array  # [B] bool
+    eligible: jax.Array  # [B, R] bool, drafts that may follow the last accepted token
+    winner: jax.Array
+    num_accepted: jax.Array
+    emitted: jax.Array
+    source: jax.Array
+    logprobs: jax.Array | None
+    path: jax.Array  # [B, M + 1]

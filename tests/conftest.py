@@ -1,11 +1,34 @@
-"""The real checkpoint of the tests: SmolLM2-135M-Instruct as a Q4_1 GGUF."""
+"""What all tests share: the real checkpoint, SmolLM2-135M-Instruct as a Q4_1 GGUF, and options."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases-per-shape",
+        type=int,
+        default=37,
+        help="random cases per strategy in test_exactness.py; more than 1,000 in all by default",
+    )
+
+
+@pytest.fixture
+def cases_per_shape(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--cases-per-shape")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """XLA:CPU maps memory for every compiled program, and crashes once a process has no more."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

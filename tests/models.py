@@ -53,6 +53,24 @@ class SuccessorTable:
 
 
 @dataclasses.dataclass(frozen=True)
+class TableModel:
+    """A Markov chain: the logits after token t are `params [V, V]`'s row t, whatever was before,
+    so that the law of a short text can be enumerated."""
+
+    vocab_size: int
+    max_position_embeddings: int = 4096
+
+    def init_cache(self, batch, num_slots):
+        return jl.KVCache(keys=(), values=())
+
+    def forward(self, params, tokens, positions, workspace_mask, cache, lengths):
+        return params[tokens], ()
+
+    def logits(self, params, hidden):
+        return hidden
+
+
+@dataclasses.dataclass(frozen=True)
 class LeakProbe:
     """The next token is a hash of the sum of every visible (token, position), so that one
     row seen too many, too few or at the wrong place changes the text at once. The cache holds

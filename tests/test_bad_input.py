@@ -7,12 +7,22 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from models import TINY, tiny_params
 from test_discipline import count_compilations
+from transformers import PreTrainedTokenizerFast
 
 import jlookahead as jl
 from jlookahead.call import prepare
 from jlookahead.model_config import from_hf_config
+from jlookahead.processors import (
+    AllowedTokens,
+    BannedTokens,
+    FrequencyPenalty,
+    LogitBias,
+    PresencePenalty,
+    RepetitionPenalty,
+)
 
 HF = {
     "model_type": "llama",
@@ -23,6 +33,9 @@ HF = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+
+
+MASKED = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +57,17 @@ HF = {
         (["text", [1, 2]], "all of one kind"),
         ([[1, 2], [[3]]], "row 1 has shape"),
         ([True, False], "integer ids"),
+        ({"input_ids": [[1, 2]]}, "got a mapping with"),
+        ({"attention_mask": [[1, 1]]}, "got a mapping with"),
+        ({**MASKED, "position_ids": [[0, 1, 2]]}, "position_ids"),
+        ({**MASKED, "token_type_ids": [[0, 1, 1]]}, "token_type_ids are not all 0"),
+        ({**MASKED, "attention_mask": [[1, 0, 1]]}, "row 0 has a hole"),
+        ({**MASKED, "attention_mask": [[0, 0, 0]]}, "row 0 hides all of it"),
+        ({**MASKED, "attention_mask": [[1, 1]]}, r"row 0 has shape \(2,\), must be \(3,\)"),
+        ({**MASKED, "attention_mask": [[1, 1, 1]] * 2}, "2 rows, must be 1"),
+        ({**MASKED, "attention_mask": [[1, 2, 0]]}, "other values than 0 and 1"),
+        ({**MASKED, "attention_mask": None}, "shape"),
+        ({**MASKED, "input_ids": [[1, 2, 97]]}, "holds id 97"),
     ],
 )
 def test_prompts(prompt, message):
@@ -51,6 +75,13 @@ def test_prompts(prompt, message):
     with count_compilations() as count, pytest.raises(ValueError, match=message):
         jl.generate(params, prompt, jl.Config(model=TINY))
     assert count[0] == 0
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, logits, context):
+        return logits
 
 
 @pytest.mark.parametrize(
@@ -68,11 +99,39 @@ def test_prompts(prompt, message):
         ({"sampling": None}, "sampling: got None"),
         ({"sampling": {"temperature": 1}}, "sampling"),
         ({"strategy": jl.Lookahead}, "strategy"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens: got 5, .* 0 to 4"),
+        ({"min_new_tokens": -1}, "min_new_tokens: got -1"),
+        ({"logprobs": 1}, "logprobs: got 1, allowed is True or False"),
+        ({"processors": (3,)}, r"processors: got \(3,\), must be a tuple of functions"),
+        ({"processors": [lambda logits, context: logits]}, "processors: got .* must be a tuple"),
+        ({"processors": (Unhashable(),)}, "processors: got .* must be hashable"),
+        ({"stop_strings": "ab"}, "stop_strings: got 'ab', must be a tuple of non-empty strings"),
+        ({"stop_strings": ("",)}, "stop_strings: got"),
+        ({"stop_strings": (b"a",)}, "stop_strings: got"),
+        ({"stop_strings": ("a\ufffd",)}, "stop_strings: got .*allowed is valid Unicode"),
+        ({"stop_strings": ("\ud800",)}, "stop_strings: got .*allowed is valid Unicode"),
+        ({"stop_strings": ("é" * 501,)}, "stop_strings: got 1002 bytes altogether"),
     ],
 )
 def test_config(options, message):
     with pytest.raises(ValueError, match=message):
         jl.Config(model=TINY, **options)
+
+
+def of(*processors):
+    return {"processors": processors}
+
+
+def first_row_only(logits, context):
+    return logits[0]
+
+
+def halved(logits, context):
+    return logits.astype("bfloat16")
+
+
+def nothing(logits, context):
+    return None
 
 
 @pytest.mark.parametrize(
@@ -82,6 +141,29 @@ def test_config(options, message):
         ({"max_new_tokens": 10**12}, "max_new_tokens: got 1000000000000"),
         ({"cache_len": 2}, "cache_len: got 2, the prompt alone has 3"),
         ({"eos_token_ids": (97,)}, "eos_token_ids: got 97"),
+        ({"stop_strings": ("a",)}, "stop_strings: got .* without tokenizer="),
+        (of(BannedTokens((97,))), "processors: BannedTokens: ids: got 97, .* 0 to 96"),
+        (of(AllowedTokens((-1,))), "processors: AllowedTokens: ids: got -1"),
+        (of(AllowedTokens(())), "AllowedTokens: ids: got .* at least one"),
+        (of(BannedTokens(3)), "BannedTokens: ids: got 3, must be a tuple"),
+        (of(LogitBias(((97, 1.0),))), "LogitBias: ids: got 97"),
+        (of(LogitBias((3, 1.0))), "LogitBias: bias: got .* pairs"),
+        (of(LogitBias(((3, 1.0, 2),))), "LogitBias: bias: got .* pairs"),
+        (of(LogitBias(((3, "a"),))), "LogitBias: bias: got 'a'"),
+        (of(LogitBias(((3, float("inf")),))), "LogitBias: bias: got inf"),
+        (of(LogitBias(((3, 1.0), (3, 2.0)))), "LogitBias: bias: got .* occurs twice"),
+        (of(RepetitionPenalty(0.0)), "RepetitionPenalty: penalty: got 0.0"),
+        (of(PresencePenalty("x")), "PresencePenalty: penalty: got 'x'"),
+        (of(FrequencyPenalty(float("nan"))), "FrequencyPenalty: penalty: got nan"),
+        (of(BannedTokens((1,)), AllowedTokens((1,))), "allow no token at all"),
+        (
+            {**of(AllowedTokens((1,))), "min_new_tokens": 2, "eos_token_ids": (1,)},
+            "min_new_tokens: got 2, but processors allow EOS ids only",
+        ),
+        (of(first_row_only), r"first_row_only: returned float32\[97\], must be float32\[1, 97\]"),
+        (of(halved), r"halved: returned bfloat16\[1, 97\], must be float32"),
+        (of(nothing), "nothing: returned None, must be"),
+        (of(lambda logits: logits), "cannot be traced: TypeError"),
     ],
 )
 def test_calls(options, message):
@@ -89,6 +171,24 @@ def test_calls(options, message):
     with count_compilations() as count, pytest.raises(ValueError, match=message):
         jl.generate(params, [1, 2, 3], jl.Config(model=TINY, **options))
     assert count[0] == 0
+
+
+class Slow:
+    """A tokenizer without a backend to ask."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return ""
+
+
+def test_tokenizers_that_stop_strings_cannot_read():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    word_piece = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    cfg = jl.Config(model=TINY, stop_strings=("a",))
+    for tokenizer, message in ((Slow(), "got a Slow, needs a fast"), (word_piece, "stop_strings:")):
+        with count_compilations() as count, pytest.raises(ValueError, match=message):
+            jl.generate(tiny_params(0), [1], cfg, tokenizer=tokenizer)
+        assert count[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -134,6 +234,8 @@ def test_lookahead_knobs(options):
         {"min_p": 2},
         {"seed": -1},
         {"seed": 2**32},
+        {"verify": "exact"},
+        {"verify": None},
     ],
 )
 def test_sampling(options):
@@ -194,11 +296,6 @@ def test_params_of_another_model(change, message):
     change(params)
     with pytest.raises(ValueError, match=f"params: .*{message}"):
         jl.generate(params, [1], jl.Config(model=TINY))
-
-
-def test_a_batch_cannot_be_streamed():
-    with pytest.raises(ValueError, match="batch of 2 rows"):
-        jl.stream(tiny_params(0), [[1], [2]], jl.Config(model=TINY))
 
 
 @pytest.mark.parametrize("cfg", [None, {}, jl.Lookahead()])

@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import jlookahead as jl
-from jlookahead.cli import app, prompt_options, runs
+from jlookahead.cli import app, prompt_options, runs, strategies
 from jlookahead.cli.generate import generate as command
+from jlookahead.processors import FrequencyPenalty, PresencePenalty, RepetitionPenalty
 
 NO_TOKENIZER = str(golden.GOLDEN / "tiny_model")
 BUDGET = 24
@@ -71,11 +72,14 @@ def test_main_job_end_to_end():
 
 def test_option_defaults_are_the_library_s():
     defaults = {p.name: p.default for p in inspect.signature(command).parameters.values()}
-    library = dataclasses.asdict(jl.Lookahead()) | dataclasses.asdict(jl.Sampling())
-    library["max_new_tokens"] = jl.Config().max_new_tokens
+    library = dataclasses.asdict(jl.Sampling())
+    library |= {name: getattr(jl.Config(), name) for name in ("max_new_tokens", "min_new_tokens")}
     shared = defaults.keys() & library.keys()
-    assert len(shared) == 9
+    assert len(shared) == 8
     assert {name: defaults[name] for name in shared} == {name: library[name] for name in shared}
+    for name in ("window", "ngram", "candidates", "block", "rows"):
+        assert defaults[name] is None
+    assert strategies.make_strategy("lookahead") == jl.Lookahead()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
@@ -150,6 +154,58 @@ def test_autoregressive_takes_a_round_per_token(expected):
     assert output["num_rounds"] == BUDGET
 
 
+@pytest.mark.parametrize(
+    "options, strategy",
+    [
+        (["--strategy", "jacobi", "--block", "5"], jl.Jacobi(5)),
+        (["--strategy", "recycling", "--rows", "9"], jl.Recycling(9)),
+        (["--strategy", "prompt-lookup"], jl.PromptLookup()),
+    ],
+)
+def test_strategies_by_name(lm, expected, options, strategy):
+    output = invoke_json(*options)
+    cfg = lm.make_config(strategy=strategy, max_new_tokens=BUDGET)
+    out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
+    assert output["strategy"] == options[1]
+    assert output["token_ids"] == expected.tokens
+    assert output["num_rounds"] == out.num_rounds <= BUDGET
+
+
+def test_penalties_and_ends_reach_the_library(lm):
+    output = invoke_json(
+        *("--repetition-penalty", "1.3", "--presence-penalty", "0.2"),
+        *("--frequency-penalty", "0.1", "--min-new-tokens", "9", "--stop", "zebra"),
+        *("--stop", "(", "--audit", "--compare", "--verify", "coupled"),
+    )
+    cfg = lm.make_config(
+        max_new_tokens=BUDGET,
+        min_new_tokens=9,
+        stop_strings=("zebra", "("),
+        processors=(RepetitionPenalty(1.3), PresencePenalty(0.2), FrequencyPenalty(0.1)),
+    )
+    prompt = prompt_options.DEFAULT_PROMPT
+    out = jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
+    assert (output["token_ids"], output["text"]) == (out.tokens, out.text)
+    assert output["finish_reason"] == out.finish_reason == "stop"
+    assert output["identical"] is True
+    audited = jl.audit(lm.params, prompt, out.tokens, cfg, tokenizer=lm.tokenizer)
+    assert output["audit"] == {
+        "num_tokens": len(out.tokens),
+        "num_divergent": 0,
+        "smallest_margin": min(audited.margins),
+        "first_divergence": None,
+    }
+
+
+def test_residual_sampling(lm):
+    options = ("--temperature", "1", "--seed", "2", "--verify", "residual")
+    cfg = lm.make_config(
+        sampling=jl.Sampling(1.0, seed=2, verify="residual"), max_new_tokens=BUDGET
+    )
+    out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
+    assert invoke_json(*options)["token_ids"] == out.tokens
+
+
 def test_a_budget_of_zero():
     output = invoke_json("--max-new-tokens", "0")
     assert (output["token_ids"], output["num_rounds"], output["finish_reason"]) == ([], 0, "length")
@@ -181,13 +237,62 @@ def test_a_model_without_a_tokenizer():
     assert result.stdout == ", ".join(map(str, output["token_ids"])) + "\n"
 
 
-def test_a_chat_model_gets_its_template_unless_raw(tmp_path):
-    config = files.hf_config(vocab_size=300, bos_token_id=0, eos_token_id=1)
-    files.write_hf(tmp_path, config, files.random_tensors(config))
-    files.tiny_tokenizer(300).save_pretrained(tmp_path)
-    arguments = ("--model", str(tmp_path), "--prompt", "the cat")
+def test_a_chat_model_gets_its_template_unless_raw(chat_model):
+    arguments = ("--model", chat_model, "--prompt", "the cat")
     wrapped, raw = invoke_json(*arguments), invoke_json(*arguments, "--raw")
     assert wrapped["prompt_tokens"] == raw["prompt_tokens"] + 2  # <s> and </s>
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chat")
+    config = files.hf_config(vocab_size=300, bos_token_id=0, eos_token_id=1)
+    files.write_hf(path, config, files.random_tensors(config))
+    files.tiny_tokenizer(300).save_pretrained(path)
+    return str(path)
+
+
+# Chat
+
+
+def chat(*arguments: str, stdin: str) -> Result:
+    return CliRunner().invoke(app, ["chat", *arguments], input=stdin)
+
+
+def test_chat_answers_every_line(chat_model):
+    lm = jl.load(chat_model)
+    strategy = jl.Lookahead(window=4)
+    sampling = jl.Sampling(0.5, seed=3)
+    cfg = lm.make_config(strategy=strategy, sampling=sampling, max_new_tokens=9)
+    session = jl.Session(lm.params, cfg, tokenizer=lm.tokenizer)
+    session.messages.append({"role": "system", "content": "sat"})
+    answers = [session.send(text).text for text in ("the cat", "the hat")]
+    result = chat(
+        *("--model", chat_model, "--max-new-tokens", "9", "--window", "4", "--system", "sat"),
+        *("--temperature", "0.5", "--seed", "3"),
+        stdin="the cat\n\nthe hat",
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "".join(f"{answer}\n" for answer in answers)
+    figures = result.stderr.splitlines()
+    assert len(figures) == 2
+    assert "prompt of 0 reused" in figures[0]
+    assert f"prompt of {session.num_reused} reused" in figures[1]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", NO_TOKENIZER], "has no chat template"),
+        (["--model", "missing"], "missing: no such file"),
+        (["--model", "missing", "--rows", "9"], "rows: is an option of recycling"),
+    ],
+)
+def test_chat_errors_are_one_line_and_status_2(arguments, words):
+    result = chat(*arguments, stdin="hello")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert words in result.stderr
 
 
 # Text
@@ -209,7 +314,8 @@ def test_a_terminal_gets_colours(option, monkeypatch, expected):
     assert result.exit_code == 0
     assert GREEN in result.stdout
     if option == "--no-compare":
-        assert result.stdout.count(GREEN) == sum(source != "model" for source in expected.sources)
+        drafts = [source for source in expected.sources if source not in ("plain", "bonus")]
+        assert result.stdout.count(GREEN) == len(drafts) > 0
 
 
 # Errors
@@ -227,6 +333,19 @@ def test_a_terminal_gets_colours(option, monkeypatch, expected):
         (["--prompt-file", sys.executable], "not UTF-8 text"),
         (["--strategy", "beam"], "strategy: got 'beam'"),
         ([*PLAIN, "--compare"], "compare: got strategy autoregressive"),
+        ([*PLAIN, "--window", "3"], "window: is an option of lookahead"),
+        (["--block", "3"], "block: is an option of jacobi, got strategy lookahead"),
+        (["--strategy", "jacobi", "--rows", "9"], "rows: is an option of recycling"),
+        (["--strategy", "jacobi", "--block", "0"], "block: got 0"),
+        (["--strategy", "recycling", "--rows", "1"], "rows: got 1"),
+        (["--verify", "maybe"], "verify: got 'maybe'"),
+        (["--temperature", "1", "--verify", "residual", "--audit"], "verify: got 'residual'"),
+        (["--temperature", "1", "--verify", "residual", "--compare"], "compare: got verify"),
+        (["--min-new-tokens", "129"], "min_new_tokens: got 129"),
+        (["--stop", ""], "stop_strings: got ('',)"),
+        (["--repetition-penalty", "0"], "penalty: got 0"),
+        (["--presence-penalty", "nan"], "penalty: got nan"),
+        (["--frequency-penalty", "1e9"], "penalty: got 1000000000.0"),
         (["--window", "0"], "window: got 0"),
         (["--ngram", "1"], "ngram: got 1"),
         (["--candidates", "0"], "candidates: got 0"),
@@ -305,6 +424,24 @@ def test_different_ids_are_status_1(option, monkeypatch):
         assert json.loads(result.stdout)["identical"] is False
     else:
         assert "identical: NO, the first difference is at new token 3" in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--json", "--compare", "--no-compare"])
+def test_a_divergent_audit_is_status_1(option, monkeypatch):
+    def changed(params, prompt, tokens, cfg):
+        return jl.audit(params, prompt, [*tokens[:2], (tokens[2] + 1) % 50, *tokens[3:]], cfg)
+
+    module = sys.modules["jlookahead.cli.generate"]
+    assert invoke("--audit", "--max-new-tokens", "4", option).exit_code == 0
+    monkeypatch.setattr(module, "audit", changed)
+    result = invoke("--audit", "--max-new-tokens", "4", option)
+    assert result.exit_code == 1
+    if option == "--json":
+        found = json.loads(result.stdout)["audit"]
+        assert (found["first_divergence"], found["num_tokens"]) == (2, 4)
+    else:
+        output = result.stdout if option == "--compare" else result.stderr
+        assert "DIVERGE, the first at new token 2" in output
 
 
 def test_ctrl_c_ends_a_process_with_status_130():

@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jlookahead.forest import chain_parents
 from jlookahead.layout import (
     DRAFT,
     ORDINARY,
     UNUSED,
     WINDOW,
     Layout,
-    at_variant,
+    at_stage,
     build_layout,
-    chain_parents,
-    stack_layouts,
+    place,
 )
 
 Label = tuple  # ("b", k), ("u", r, j), ("v", d); ("unused", i) for a row without a role
@@ -37,12 +37,19 @@ def visible(mask: np.ndarray) -> list[set[int]]:
     return [set(np.flatnonzero(row).tolist()) for row in mask]
 
 
+def placed(layout: Layout, parents, t: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets `[Q]` and mask `[Q, Q]` of stage `t` with that forest."""
+    forest = jnp.asarray(np.array([parents], np.int32).reshape(1, -1))
+    offsets, mask = place(layout, jnp.array([t]), forest)
+    return np.asarray(offsets)[0], np.asarray(mask)[0]
+
+
 # --- the worked example ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def example() -> Layout:
-    return build_layout(window=5, ngram=4, parents=chain_parents(2, 3))
+    return build_layout(window=5, ngram=4, num_drafts=6, max_accepted=3)
 
 
 def test_example_roles_and_positions(example):
@@ -52,11 +59,11 @@ def test_example_roles_and_positions(example):
     assert rows["column"].tolist() == [0, 1, 2, 3, 4] * 3 + [-1] * 6
     assert rows["draft"].tolist() == [-1] * 15 + [0, 1, 2, 3, 4, 5]
     positions = [0, 1, 2, 3, 4, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 1, 2, 3, 1, 2, 3]
-    assert example.offsets[0].tolist() == positions
+    assert placed(example, chain_parents(2, 3))[0].tolist() == positions
 
 
 def test_example_visibility(example):
-    assert visible(example.mask[0]) == [
+    assert visible(placed(example, chain_parents(2, 3))[1]) == [
         {0},
         {0, 1},
         {0, 1, 2},
@@ -84,15 +91,6 @@ def test_example_visibility(example):
 def test_example_logit_rows(example):
     assert example.num_jacobi == 5
     assert example.logit_rows[0].tolist() == [0, *range(15, 21), *range(10, 15)]
-    assert example.paths[0].tolist() == [
-        [0, 0, 0, 0],
-        [0, 15, 0, 0],
-        [0, 15, 16, 0],
-        [0, 15, 16, 17],
-        [0, 18, 0, 0],
-        [0, 18, 19, 0],
-        [0, 18, 19, 20],
-    ]
 
 
 def test_example_sources(example):
@@ -105,7 +103,7 @@ def test_example_sources(example):
 def test_example_counts(example):
     assert (example.num_rows, example.num_drafts) == (21, 6)
     assert (example.max_accepted, example.max_emitted) == (3, 4)
-    capped = build_layout(window=5, ngram=4, parents=chain_parents(2, 3), max_accepted=2)
+    capped = build_layout(window=5, ngram=4, num_drafts=6, max_accepted=2)
     assert (capped.max_accepted, capped.max_emitted) == (2, 3)
 
 
@@ -128,10 +126,10 @@ def layouts_of(case: dict) -> list[tuple[Layout, int]]:
     """The layouts that feed the rows of a recorded case, each with its stage's index."""
     ngram, stage = case["N"], len(case["level_sizes"]) - 1
     window = case["level_sizes"][0] - (ngram - 3) + stage
-    parents = chain_parents(case["n_candidates"], ngram - 1)
-    found = [(build_layout(window, ngram, parents, warm_up=True), stage)]
+    num_drafts = case["n_candidates"] * (ngram - 1)
+    found = [(build_layout(window, ngram, num_drafts, ngram - 1, warm_up=True), stage)]
     if stage == ngram - 2:
-        found.append((build_layout(window, ngram, parents), 0))
+        found.append((build_layout(window, ngram, num_drafts, ngram - 1), 0))
     return found
 
 
@@ -153,10 +151,11 @@ def test_equals_official_mask(case):
         # Same order as the official one: input row, levels, candidates. Rows without a role
         # stand between the last two where this stage has fewer than another.
         used = np.flatnonzero(layout.rows[t]["role"] != UNUSED)
-        assert (layout.mask[t][np.ix_(used, used)] == recorded[prefix:, prefix:]).all()
-        assert layout.offsets[t][used].tolist() == case["rel_pos"][prefix:]
+        offsets, mask = placed(layout, chain_parents(case["n_candidates"], case["N"] - 1), t)
+        assert (mask[np.ix_(used, used)] == recorded[prefix:, prefix:]).all()
+        assert offsets[used].tolist() == case["rel_pos"][prefix:]
         unused = np.setdiff1d(np.arange(layout.num_rows), used)
-        assert not layout.mask[t][np.ix_(used, unused)].any()
+        assert not mask[np.ix_(used, unused)].any()
 
 
 # --- row counts and small shapes ------------------------------------------------------------
@@ -167,8 +166,7 @@ def test_equals_official_mask(case):
     [(7, 5, 7, 56), (15, 5, 15, 120), (5, 4, 2, 21), (5, 2, 3, 8), (1, 5, 1, 8), (1, 2, 1, 2)],
 )
 def test_number_of_packed_rows(window, ngram, candidates, rows):
-    parents = chain_parents(candidates, ngram - 1)
-    layout = build_layout(window, ngram, parents)
+    layout = build_layout(window, ngram, candidates * (ngram - 1), ngram - 1)
     assert (window + candidates) * (ngram - 1) == layout.num_rows == rows
     assert not (layout.rows["role"] == UNUSED).any()
     assert layout.num_jacobi == window
@@ -176,9 +174,10 @@ def test_number_of_packed_rows(window, ngram, candidates, rows):
 
 
 def test_ngram_two_has_only_the_causal_level():
-    layout = build_layout(window=4, ngram=2, parents=chain_parents(2, 1))
+    layout = build_layout(window=4, ngram=2, num_drafts=2, max_accepted=1)
     assert layout.rows[0]["role"].tolist() == [ORDINARY] + [WINDOW] * 3 + [DRAFT] * 2
-    assert visible(layout.mask[0]) == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 4}, {0, 5}]
+    mask = placed(layout, chain_parents(2, 1))[1]
+    assert visible(mask) == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 4}, {0, 5}]
     # The ordinary row is column 0 of the deepest level.
     assert layout.logit_rows[0].tolist() == [0, 4, 5, 0, 1, 2, 3]
 
@@ -201,22 +200,21 @@ def test_plain_decoding_is_one_row():
 
 @pytest.mark.parametrize(("window", "ngram"), [(6, 8), (2, 5), (1, 5), (1, 3), (3, 12)])
 def test_warm_up_with_an_ngram_larger_than_the_window(window, ngram):
-    layout = build_layout(window, ngram, chain_parents(1, ngram - 1), warm_up=True)
+    layout = build_layout(window, ngram, ngram - 1, ngram - 1, warm_up=True)
     sizes = [(s + 1) * (window + ngram - 2 - s) for s in range(ngram - 1)]  # with the ordinary
     assert layout.rows.shape == (ngram - 1, max(sizes) + ngram - 1)
     assert layout.num_jacobi == window + ngram - 2
     in_window = np.isin(layout.rows["role"], (ORDINARY, WINDOW)).sum(axis=1)
     assert in_window.tolist() == sizes
     assert ((layout.rows["role"] == DRAFT).sum(axis=1) == ngram - 1).all()
-    drafts = np.flatnonzero(layout.rows["role"][0] == DRAFT)
-    assert layout.paths[0, -1].tolist() == [0, *drafts]
+    assert (layout.rows["role"][:, layout.first_draft :] == DRAFT).all()
 
 
-def test_at_variant_has_an_entry_per_row_only_where_variants_differ():
+def test_at_stage_has_an_entry_per_row_only_where_stages_differ():
     stage = jnp.array([2, 0])
     steady, filling = build_layout(3, 4), build_layout(3, 4, warm_up=True)
-    assert at_variant(steady.offsets, stage).shape == (1, steady.num_rows)
-    assert (at_variant(filling.offsets, stage) == filling.offsets[[2, 0]]).all()
+    assert at_stage(steady.offsets, stage).shape == (1, steady.num_rows)
+    assert (at_stage(filling.offsets, stage) == filling.offsets[[2, 0]]).all()
 
 
 # --- the definition, with sets of labels ----------------------------------------------------
@@ -297,20 +295,18 @@ def forests(draw, max_drafts: int = 9) -> list[int]:
 @given(window=st.integers(0, 7), ngram=st.integers(2, 7), parents=forests(), warm_up=st.booleans())
 @settings(deadline=None, max_examples=200)
 def test_equals_the_definition(window, ngram, parents, warm_up):
-    layout = build_layout(window, ngram, tuple(parents), warm_up=warm_up)
+    layout = build_layout(window, ngram, len(parents), len(parents), warm_up=warm_up)
     stages = range(ngram - 1) if warm_up else [ngram - 2]
     assert len(layout.rows) == len(stages)
-    assert layout.max_accepted == max(
-        (len(ancestors(parents, d)) for d in range(len(parents))), default=0
-    )
     for t, stage in enumerate(stages):
         labels = [label_of(row, i) for i, row in enumerate(layout.rows[t])]
         used = [label for label in labels if label[0] != "unused"]
         assert len(set(labels)) == len(labels)
         assert set(used) == labels_of(window, ngram, stage, parents)
-        seen = [{labels[j] for j in row} for row in visible(layout.mask[t])]
+        offsets, mask = placed(layout, parents, t)
+        seen = [{labels[j] for j in row} for row in visible(mask)]
         assert seen == [visible_labels(label, parents) for label in labels]
-        assert layout.offsets[t].tolist() == [position_of(label, parents) for label in labels]
+        assert offsets.tolist() == [position_of(label, parents) for label in labels]
 
         tokens = token_labels(window, ngram, len(parents))
         fed = [tokens[i] for i in layout.source[t]]
@@ -326,23 +322,3 @@ def expected_logit_labels(layout, window, ngram, stage, num_drafts) -> list[Labe
     deepest = [("u", stage, j) if stage else ("b", j) for j in range(width)]
     filler = [("b", 0)] * (layout.num_jacobi - width)
     return [("b", 0), *(("v", d) for d in range(num_drafts)), *deepest, *filler]
-
-
-def test_linked_chains():
-    assert chain_parents(2, 3) == (-1, 0, 1, -1, 3, 4)
-    assert chain_parents(2, 3, num_linked=2) == (-1, 0, 1, 2, 3, 4)
-    assert chain_parents(3, 2, num_linked=2) == (-1, 0, 1, 2, -1, 4)
-
-
-def test_a_stack_of_layouts_has_the_variants_of_all():
-    forests = [chain_parents(3, 2, num_linked) for num_linked in range(4)]
-    single = [build_layout(4, 3, parents, max_accepted=6) for parents in forests]
-    layout = stack_layouts(tuple(single))
-    assert (layout.num_rows, layout.num_drafts) == (single[0].num_rows, 6)
-    for t, one in enumerate(single):
-        for name in ("rows", "source", "offsets", "mask", "logit_rows", "parents", "paths"):
-            np.testing.assert_array_equal(getattr(layout, name)[t], getattr(one, name)[0])
-    # The long chain's last token sees all before it and stands behind them.
-    assert layout.paths[3, -1].tolist() == [0, *range(8, 14)]
-    assert layout.offsets[3, 8:].tolist() == [1, 2, 3, 4, 5, 6]
-    assert visible(layout.mask[3])[-1] == {0, *range(8, 14)}

@@ -15,7 +15,7 @@ from models import SuccessorTable
 import jlookahead as jl
 from jlookahead.call import prepare
 from jlookahead.decoding import start
-from jlookahead.state import SOURCES
+from jlookahead.state import SOURCES, PromptRead
 
 MAX_PROMPT = 64
 
@@ -30,7 +30,8 @@ def program(strategy: jl.Lookahead):
     def run(ids, length):
         tokens = blank.tokens.at[:, :MAX_PROMPT].set(ids)
         state = blank.replace(tokens=tokens, length=length, prompt_len=length)
-        return strategy.propose(strategy.start(state, None))
+        state = state.replace(window=None, pool=None)
+        return strategy.propose(strategy.start(state, PromptRead(jnp.int32(0), None, 9, None)))
 
     return jax.jit(run)
 
@@ -46,7 +47,7 @@ def expected_drafts(ids: list[int], strategy: jl.Lookahead) -> list[tuple[str, l
             if ends:
                 most = max(1, min(-(-16 // size), num_chains * 4 // 5)) * size
                 wanted = min(3 if m == 1 else 2 + 2 * m, most)
-                drafts.append(("prompt", ids[ends[-1] :][:wanted]))
+                drafts.append(("lookup", ids[ends[-1] :][:wanted]))
                 taken = -(-wanted // size)
                 break
     bucket: list[list[int]] = []
@@ -55,7 +56,7 @@ def expected_drafts(ids: list[int], strategy: jl.Lookahead) -> list[tuple[str, l
         if key == ids[-1]:
             bucket = [other for other in bucket if other != suffix] + [suffix]
     newest = bucket[::-1][:num_chains]
-    return drafts + [("ngram", suffix) for suffix in newest[: num_chains - taken]]
+    return drafts + [("pool", suffix) for suffix in newest[: num_chains - taken]]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_drafts_equal_the_rules(strategy, ids):
     draft = program(strategy)(padded, jnp.array([len(ids)]))
     tokens, valid = np.asarray(draft.tokens)[0], np.asarray(draft.valid)[0]
     source = np.asarray(draft.source)[0]
-    parents = strategy.layout.parents[int(draft.variant[0])]
+    parents = np.asarray(draft.parents)[0]
     chains: list[tuple[str, list[int]]] = []
     for row in np.flatnonzero(valid):
         if parents[row] < 0:
@@ -89,4 +90,4 @@ def test_drafts_equal_the_rules(strategy, ids):
 def test_reference_mode_has_no_lookup():
     strategy = jl.Lookahead(3, 4, 3, reference=True)
     assert strategy.max_linked == 0
-    assert len(strategy.layout.parents) == strategy.ngram - 1  # fill stages, one forest
+    assert strategy.layout.max_accepted == strategy.ngram - 2  # no bonus on a full match

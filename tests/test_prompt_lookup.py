@@ -22,7 +22,8 @@ SLOTS = 256
 def reference_drafts(ids: list[int], strategy: jl.PromptLookup) -> list[list[int]]:
     """Longest suffix first, then most recent; one draft per first token; never itself."""
     drafts: list[list[int]] = []
-    for n in range(strategy.max_ngram, 0, -1):
+    longest = strategy.max_ngram if strategy.policy == "most_recent" else 32
+    for n in range(longest, 0, -1):
         for end in range(len(ids) - 1, n - 1, -1):
             draft = ids[end : end + strategy.num_draft_tokens]
             is_match = ids[end - n : end] == ids[-n:]
@@ -56,6 +57,7 @@ def drafts_of(ids: list[int], strategy: jl.PromptLookup) -> list[list[int]]:
         jl.PromptLookup(1, 2, 1),
         jl.PromptLookup(4, 3, 3),
         jl.PromptLookup(2, 5, 8),
+        jl.PromptLookup(2, 5, 3, policy="longest"),
     ],
     ids=str,
 )
@@ -86,6 +88,12 @@ def test_several_candidates_are_distinct_continuations():
     assert drafts_of(ids, jl.PromptLookup(3, 2, 2)) == [[4, 1], [3, 1]]
 
 
+def test_policies_differ_where_the_longer_match_is_older():
+    ids = [1, 2, 3, 8, 9, 2, 3, 7, 1, 2, 3]
+    assert drafts_of(ids, jl.PromptLookup(2, 1)) == [[7]]
+    assert drafts_of(ids, jl.PromptLookup(2, 1, policy="longest")) == [[8]]
+
+
 @pytest.mark.parametrize("strategy", [jl.PromptLookup(), jl.PromptLookup(2, 3, 4)], ids=str)
 def test_output_is_the_plain_decoder_s(strategy):
     prompts = [[3, 1, 4, 1, 5], [2], [7, 7, 7, 8] * 4]
@@ -98,7 +106,7 @@ def test_output_is_the_plain_decoder_s(strategy):
     got, expected = (run(None, prompts, cfg, model=probe) for run in (jl.generate, plain))
     assert got.tokens == expected.tokens
     assert sum(got.num_rounds) < sum(expected.num_rounds)
-    assert {"model", "prompt"} == {source for row in got.sources for source in row}
+    assert {"plain", "bonus", "lookup"} == {source for row in got.sources for source in row}
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4, 10])
@@ -117,11 +125,18 @@ def test_no_match_degrades_to_one_plain_token():
     cfg = jl.Config(strategy=jl.PromptLookup(), max_new_tokens=150)
     out = jl.generate(successor, [0], cfg, model=SuccessorTable(200))
     assert out.num_rounds == 150
-    assert set(out.sources) == {"model"}
+    assert set(out.sources) == {"plain"}
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_ngram": 0}, {"num_draft_tokens": 0}, {"candidates": 0}, {"max_ngram": 65}]
+    "options",
+    [
+        {"max_ngram": 0},
+        {"num_draft_tokens": 0},
+        {"candidates": 0},
+        {"max_ngram": 65},
+        {"policy": "x"},
+    ],
 )
 def test_knobs(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: got"):

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import jlookahead
+from jlookahead.cli.chat import chat
 from jlookahead.cli.generate import generate
 from jlookahead.cli.interrupt import exit_on_interrupt
 
@@ -42,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(chat)
 
 
 def _show_version(wanted: bool) -> None:
@@ -63,6 +65,9 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command line: exit status 0, 1 (not identical), 2 (user error), 130 (Ctrl-C)."""
+    """Runs the command line.
+
+    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 130 (Ctrl-C).
+    """
     exit_on_interrupt()
     app()

@@ -20,8 +20,11 @@ TITLES = {
     "autoregressive": "plain decoding",
     "lookahead": "lookahead",
     "prompt-lookup": "prompt lookup",
+    "jacobi": "Jacobi",
+    "recycling": "recycling",
 }
 ACCEPTED = "green"
+_OWN_SOURCES = ("plain", "bonus")  # the model's own tokens, not drafts
 
 _FIGURES_HEIGHT = 4  # lines of a terminal kept free of text while it grows
 
@@ -34,7 +37,7 @@ def piece_of(token: StreamedToken) -> str:
 
 
 def style_of(token: StreamedToken) -> str:
-    return "" if token.source == "model" else ACCEPTED
+    return "" if token.source in _OWN_SOURCES else ACCEPTED
 
 
 def is_coloured(console: Console) -> bool:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from jlookahead.checkpoints.loading import load_with_progress
-from jlookahead.cli import display, runs
+from jlookahead.auditing import Audit, audit, check_sampling
+from jlookahead.cli import display, options, runs
 from jlookahead.cli.prompt_options import encode_prompt, read_prompt
 from jlookahead.cli.runs import Run
+from jlookahead.cli.strategies import LOOKAHEAD, PLAIN, make_strategy
 from jlookahead.config import Sampling
-from jlookahead.lookahead import Lookahead
-from jlookahead.prompt_lookup import PromptLookup
-from jlookahead.strategy import Autoregressive, Strategy
-
-PLAIN, LOOKAHEAD, LOOKUP = "autoregressive", "lookahead", "prompt-lookup"
+from jlookahead.processors import (
+    FrequencyPenalty,
+    PresencePenalty,
+    Processor,
+    RepetitionPenalty,
+)
 
 
 def generate(
@@ -32,7 +36,7 @@ def generate(
             show_default="the bundled model",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: options.Dtype = "float32",
     prompt: Annotated[
         str | None, typer.Option(help="Text.", show_default="a few lines of Python")
     ] = None,
@@ -45,59 +49,81 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not wrap the text in the model's chat template.")
     ] = False,
-    strategy: Annotated[
-        str, typer.Option(help="lookahead, prompt-lookup or autoregressive.")
-    ] = LOOKAHEAD,
-    window: Annotated[int, typer.Option(help="Lookahead: columns of the window.")] = 15,
-    ngram: Annotated[int, typer.Option(help="Lookahead: n-gram size.")] = 5,
-    candidates: Annotated[int, typer.Option(help="Lookahead: n-grams verified per round.")] = 15,
-    max_new_tokens: Annotated[int, typer.Option(help="Budget of new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this share of the likeliest one.")
+    strategy: options.StrategyName = LOOKAHEAD,
+    window: options.Window = None,
+    ngram: options.Ngram = None,
+    candidates: options.Candidates = None,
+    block: options.Block = None,
+    rows: options.Rows = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    min_new_tokens: Annotated[int, typer.Option(help="New tokens before the text may end.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
+    ] = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = 0,
+    verify: Annotated[
+        str, typer.Option(help="How drafts are accepted in sampling: coupled or residual.")
+    ] = "coupled",
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides logits of tokens in prompt or output; 1 is none.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from logits of tokens in the output.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted once per occurrence in the output.")
+    ] = 0.0,
     compare: Annotated[
         bool | None,
         typer.Option(
             "--compare/--no-compare",
             help="Decode plainly too and check that the ids are identical; exit status 1 if not.",
-            show_default="compare, but not with --json or --strategy autoregressive",
+            show_default="compare, but not with --json, --strategy autoregressive or residual",
         ),
     ] = None,
+    with_audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit", help="Check every token by teacher forcing; exit status 1 if one differs."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Generate text; without options, show plain decoding and lookahead side by side."""
+    known = {
+        PLAIN: make_strategy(PLAIN),
+        strategy: make_strategy(
+            strategy, window=window, ngram=ngram, candidates=candidates, block=block, rows=rows
+        ),
+    }
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed, verify)
+    if with_audit:
+        check_sampling(sampling)
+    is_residual = temperature > 0 and verify == "residual"
     if compare is None:
-        compare = strategy != PLAIN and not as_json
+        compare = strategy != PLAIN and not as_json and not is_residual
     elif compare and strategy == PLAIN:
         raise ValueError("compare: got strategy autoregressive, which is plain decoding itself")
+    elif compare and is_residual:
+        raise ValueError("compare: got verify residual, whose text is not plain decoding's")
     text_or_ids = read_prompt(prompt, prompt_file, prompt_ids)
-
-    known: dict[str, Strategy] = {
-        LOOKAHEAD: Lookahead(window=window, ngram=ngram, candidates=candidates),
-        LOOKUP: PromptLookup(),
-        PLAIN: Autoregressive(),
-    }
-    if strategy not in known:
-        raise ValueError(f"strategy: got {strategy!r}, allowed are {', '.join(known)}")
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
 
     # A status on a stream that is no terminal shows nothing.
     with Console(stderr=True).status("Loading") as status:
-
-        def progress(names: Sequence[str]) -> Iterator[str]:
-            for i, name in enumerate(names):
-                status.update(f"Loading tensor {i + 1} of {len(names)}")
-                yield name
-
-        lm = load_with_progress(model, dtype=dtype, progress=progress)
+        lm = options.load_showing(model, dtype, status.update)
         ids = encode_prompt(text_or_ids, lm, raw)
         configs = {
             name: lm.make_config(
-                strategy=known[name], sampling=sampling, max_new_tokens=max_new_tokens
+                strategy=known[name],
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min_new_tokens,
+                stop_strings=tuple(stop or ()),
+                processors=_penalties(repetition_penalty, presence_penalty, frequency_penalty),
             )
             for name in ([PLAIN, strategy] if compare else [strategy])
         }
@@ -109,16 +135,66 @@ def generate(
     def run(name: str, show: display.Show) -> Run:
         return runs.measure(name, lm, ids, configs[name], compile_seconds[name], show)
 
+    def check(result: Run) -> Audit | None:
+        if not with_audit:
+            return None
+        return audit(lm.params, ids, result.token_ids, configs[strategy])
+
     if as_json:
         results = [run(name, lambda token: None) for name in configs]
+        audited = check(results[-1])
         about = {"model": model or "bundled", "prompt_tokens": len(ids)}
-        print(json.dumps(about | _to_json(results, has_text=lm.tokenizer is not None)))
-    elif compare:
-        results = _show_side_by_side(run, list(configs), text_or_ids)
+        fields = about | _to_json(results, has_text=lm.tokenizer is not None)
+        if audited is not None:
+            fields["audit"] = _audit_fields(audited)
+        print(json.dumps(fields))
     else:
-        results = [_show_text(run, strategy)]
-    if results[0].token_ids != results[-1].token_ids:
+        if compare:
+            results = _show_side_by_side(run, list(configs), text_or_ids)
+        else:
+            results = [_show_text(run, strategy)]
+        audited = check(results[-1])
+        if audited is not None:
+            print(_describe_audit(audited), file=sys.stdout if compare else sys.stderr)
+    is_clean = audited is None or audited.first_divergence is None
+    if results[0].token_ids != results[-1].token_ids or not is_clean:
         raise typer.Exit(1)
+
+
+def _penalties(repetition: float, presence: float, frequency: float) -> tuple[Processor, ...]:
+    """Those that do something, which are checked by the call."""
+    penalties: list[Processor] = []
+    if repetition != 1:
+        penalties.append(RepetitionPenalty(repetition))
+    if presence != 0:
+        penalties.append(PresencePenalty(presence))
+    if frequency != 0:
+        penalties.append(FrequencyPenalty(frequency))
+    return tuple(penalties)
+
+
+def _audit_fields(audited: Audit) -> dict[str, Any]:
+    # JSON has no infinity, the margin where only one token is allowed.
+    margins = [margin for margin in audited.margins if math.isfinite(margin)]
+    return {
+        "num_tokens": len(audited.tokens),
+        "num_divergent": audited.is_choice.count(False),
+        "smallest_margin": min(margins, default=None),
+        "first_divergence": audited.first_divergence,
+    }
+
+
+def _describe_audit(audited: Audit) -> str:
+    found = _audit_fields(audited)
+    if found["first_divergence"] is None:
+        margin = found["smallest_margin"]
+        smallest = "" if margin is None else f", smallest margin {margin:.3g}"
+        return f"audit: clean, all {found['num_tokens']} ids are plain decoding's{smallest}"
+    first = found["first_divergence"]
+    return (
+        f"audit: {found['num_divergent']} of {found['num_tokens']} ids DIVERGE, the first at new "
+        f"token {first}, with a margin of {audited.margins[first]:.3g}"
+    )
 
 
 def _to_json(results: Sequence[Run], has_text: bool) -> dict[str, Any]:

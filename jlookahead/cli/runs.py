@@ -77,7 +77,7 @@ class Run:
 def compile_programs(lm: LoadedModel, prompt: list[int], cfg: Config) -> float:
     """Compiles what a generation of this shape runs, and returns the seconds it took."""
     began = time.perf_counter()
-    call = prepare(lm.params, prompt, cfg)
+    call = prepare(lm.params, prompt, cfg, lm.tokenizer)
     state = start(call, lm.params)
     none = np.int32(0)  # rounds to run
     jax.block_until_ready(run_rounds(call.model, call.strategy, lm.params, state, none))
@@ -101,6 +101,6 @@ def measure(
     seconds = time.perf_counter() - start
     if seconds <= SHORT_RUN:
         start = time.perf_counter()
-        generate(lm.params, prompt, cfg)
+        generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
         seconds = time.perf_counter() - start
     return Run(strategy, streamed, compile_seconds, seconds)

@@ -1,0 +1,74 @@
+"""`jlookahead chat`: one line in, one answer out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jlookahead.cli import options
+from jlookahead.cli.strategies import LOOKAHEAD, make_strategy
+from jlookahead.config import Sampling
+from jlookahead.session import Session
+
+
+def chat(
+    model: Annotated[
+        str, typer.Option(help="A model with a chat template; see jlookahead generate.")
+    ],
+    dtype: options.Dtype = "float32",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    strategy: options.StrategyName = LOOKAHEAD,
+    window: options.Window = None,
+    ngram: options.Ngram = None,
+    candidates: options.Candidates = None,
+    block: options.Block = None,
+    rows: options.Rows = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = 0,
+) -> None:
+    """Chat: every line of standard input is a message. Ends with the input."""
+    drafts = make_strategy(
+        strategy, window=window, ngram=ngram, candidates=candidates, block=block, rows=rows
+    )
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    with Console(stderr=True).status("Loading") as status:
+        lm = options.load_showing(model, dtype, status.update)
+    if not getattr(lm.tokenizer, "chat_template", None):
+        raise ValueError(f"model: {model} has no chat template, see jlookahead generate")
+    cfg = lm.make_config(strategy=drafts, sampling=sampling, max_new_tokens=max_new_tokens)
+    session = Session(lm.params, cfg, tokenizer=lm.tokenizer)
+    if system is not None:
+        session.messages.append({"role": "system", "content": system})
+
+    while line := _read_line():
+        text = line.rstrip("\r\n")
+        if not text.strip():
+            continue
+        began = time.perf_counter()
+        result = session.send(text)
+        seconds = time.perf_counter() - began
+        typer.echo(result.text)
+        typer.echo(
+            f"{len(result.tokens)} new tokens in {result.num_rounds} rounds, "
+            f"{result.tokens_per_round:.2f} tokens per round, {seconds:.3f} s, prompt of "
+            f"{session.num_reused} reused and {session.num_prefilled} prefilled tokens, "
+            f"finish reason {result.finish_reason}",
+            err=True,
+        )
+
+
+def _read_line() -> str:
+    """The next line; empty at the end of the input."""
+    if sys.stdin is None:
+        return ""
+    if sys.stdin.isatty():
+        typer.echo("> ", nl=False, err=True)
+    return sys.stdin.readline()

@@ -1,0 +1,49 @@
+"""Strategies by name, each with the options that are its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jlookahead.jacobi import Jacobi
+from jlookahead.lookahead import Lookahead
+from jlookahead.prompt_lookup import PromptLookup
+from jlookahead.recycling import Recycling
+from jlookahead.strategy import Autoregressive, Strategy
+
+PLAIN, LOOKAHEAD = "autoregressive", "lookahead"
+
+_KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {
+    LOOKAHEAD: (Lookahead, ("window", "ngram", "candidates")),
+    "prompt-lookup": (PromptLookup, ()),
+    "recycling": (Recycling, ("rows",)),
+    "jacobi": (Jacobi, ("block",)),
+    PLAIN: (Autoregressive, ()),
+}
+NAMES = tuple(_KNOWN)
+
+
+def make_strategy(name: str, **options: int | None) -> Strategy:
+    """The strategy of a command line.
+
+    Args:
+        name: one of `NAMES`.
+        **options: of all strategies; None for one that was not given.
+
+    Raises:
+        ValueError: an unknown name, a value the strategy refuses, an option of another one.
+    """
+    if name not in _KNOWN:
+        raise ValueError(f"strategy: got {name!r}, allowed are {', '.join(NAMES)}")
+    strategy, own = _KNOWN[name]
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        if option not in own:
+            owner = next(other for other, (_, names) in _KNOWN.items() if option in names)
+            raise ValueError(f"{option}: is an option of {owner}, got strategy {name}")
+    return strategy(**given)
+
+
+def default_of(name: str, option: str) -> str:
+    """The default of a strategy's option, for its help."""
+    fields = {field.name: field.default for field in dataclasses.fields(_KNOWN[name][0])}
+    return str(fields[option])
