@@ -1,0 +1,53 @@
+"""Log-probabilities of the emitted tokens equal those of one teacher-forced forward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import TINY
+
+import jlookahead as jl
+
+PROMPTS = [[5, 9, 5], [7], [1, 2, 3, 4] * 4]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [jl.Autoregressive(), jl.Lookahead(4, 3, 3), jl.PromptLookup(), jl.Recycling(16)],
+    ids=lambda s: type(s).__name__,
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_equal_a_teacher_forced_forward(strategy, temperature):
+    model = jl.LlamaModel(TINY)
+    params = jax.tree.map(
+        lambda w: 4 * w if w.ndim == 2 else w, model.init_params(jax.random.key(0))
+    )
+    cfg = jl.Config(
+        model=TINY,
+        strategy=strategy,
+        max_new_tokens=40,
+        logprobs=True,
+        # Neither changes what is reported: the law is the target's own.
+        sampling=jl.Sampling(temperature=temperature, top_k=9),
+        processors=(jl.processors.LogitBias(((7, 2.0), (11, 2.5))),),
+    )
+    out = jl.generate(params, PROMPTS, cfg)
+    assert strategy == jl.Autoregressive() or sum(out.num_rounds) < 120
+    for prompt, tokens, logprobs in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
+        ids = jnp.array([prompt + tokens])
+        size = ids.shape[1]
+        cache, mask = model.init_cache(1, 1), jnp.tri(size, dtype=bool)
+        hidden, _ = model.forward(
+            params, ids, jnp.arange(size)[None], mask, cache, jnp.zeros(1, jnp.int32)
+        )
+        law = jax.nn.log_softmax(model.logits(params, hidden[0]), axis=-1)
+        places = np.arange(len(prompt) - 1, size - 1)
+        np.testing.assert_allclose(logprobs, law[places, ids[0, places + 1]], atol=1e-4, rtol=0)
+
+
+def test_are_none_unless_asked_for():
+    model = jl.LlamaModel(TINY)
+    params = model.init_params(jax.random.key(0))
+    assert jl.generate(params, [1], jl.Config(model=TINY, max_new_tokens=3)).logprobs is None
