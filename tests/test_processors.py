@@ -156,7 +156,7 @@ def test_equals_plain_decoding(processors):
         for options in ({}, {"eos_token_ids": eos, "min_new_tokens": 8}):
             cfg = dataclasses.replace(cfg, **options)
             expected = plain(params, PROMPTS, cfg)
-            for strategy in STRATEGIES:
+            for strategy in STRATEGIES if sampling.temperature == 0 else STRATEGIES[:2]:
                 got = jl.generate(params, PROMPTS, dataclasses.replace(cfg, strategy=strategy))
                 assert got.tokens == expected.tokens
                 assert got.finish_reason == expected.finish_reason
