@@ -21,7 +21,7 @@ from jax import lax
 from jlookahead.call import CallArrays, bucket, prepare, resolve_model
 from jlookahead.config import Config, Sampling
 from jlookahead.model import PREFIX_CHUNK, Params, TargetModel
-from jlookahead.processors import Context
+from jlookahead.processors import Context, process
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import select
 from jlookahead.strategy import Autoregressive
@@ -207,8 +207,7 @@ def _judge_rows(
         length=rows + 1,
         prompt_len=jnp.broadcast_to(arrays.prompt_len, rows.shape),
     )
-    for processor in arrays.processors:
-        logits = processor(logits, context)
+    logits = process(arrays.processors, logits, context)
     sampler = arrays.sampler
     if sampler is not None:
         row_ids = jnp.broadcast_to(sampler.row_ids, rows.shape)

@@ -52,6 +52,13 @@ class Processor(Protocol):
     def __call__(self, logits: jax.Array, context: Context, /) -> jax.Array: ...
 
 
+def process(processors: tuple[Processor, ...], logits: jax.Array, context: Context) -> jax.Array:
+    """`logits [B, V]` after all processors, in order."""
+    for processor in processors:
+        logits = processor(logits, context)
+    return logits
+
+
 class _Penalty:
     """A processor with one number, which reaches the device as an argument."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jlookahead.model import KVCache
 from jlookahead.ngram_pool import NgramPool
-from jlookahead.processors import Context, Processor
+from jlookahead.processors import Processor
 from jlookahead.sampling import Sampler
 from jlookahead.stopping import StopStrings
 from jlookahead.window import Window
@@ -81,18 +81,13 @@ class RoundState:
         """`[B]` int32, fill stage of the window; 0 without one."""
         return jnp.zeros_like(self.length) if self.window is None else self.window.stage
 
-    @property
-    def context(self) -> Context:
-        """What logits processors see."""
-        return Context(self.tokens, self.length, self.prompt_len)
-
 
 @flax.struct.dataclass
 class PromptRead:
     """What a strategy learns its memory from before the first round, beside the state."""
 
     num_reused: jax.Array  # [] int32, leading prompt tokens an earlier generation had committed
-    successors: jax.Array | None  # [B, P, K] int32, likeliest successors of every prompt token
+    successors: jax.Array | None  # [B, T, K] int32, likeliest successors of every prompt token
     vocab_size: int = flax.struct.field(pytree_node=False)
     initial_window: jax.Array | None  # [W + N - 3] int32, seeds of level 0 in reference mode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jlookahead.buffers import write_rows
-from jlookahead.processors import Context
+from jlookahead.processors import Context, process
 from jlookahead.sampling import select
 from jlookahead.state import Draft, RoundState
 
@@ -37,6 +37,5 @@ def choose(
     if state.processors:
         tokens = write_rows(state.tokens, emitted, state.length)
         context = Context(tokens, state.length + depth, state.prompt_len)
-        for processor in state.processors:
-            logits = processor(logits, context)
+        logits = process(state.processors, logits, context)
     return select(state.sampler, logits, state.length + depth, draft.tokens, eligible)
