@@ -24,9 +24,9 @@ from jlookahead.ngram_pool import NgramPool
 from jlookahead.prompts import Prompt
 from jlookahead.rounds import decode_round
 from jlookahead.state import FINISH_REASONS, RUNNING, SOURCES, PromptRead, RoundInfo, RoundState
-from jlookahead.stopping import cut_at_stop
 from jlookahead.strategy import Strategy
 from jlookahead.successors import top_tokens
+from jlookahead.text import cut_at_stop, decode
 
 # Prompt rows whose logits are computed at once, for strategies that want them.
 _HEAD_CHUNK = 64
@@ -320,8 +320,7 @@ def collect(progress: Progress, call: Call, cfg: Config, tokenizer: Any) -> Resu
             logprobs.append(progress.logprobs[b, new].tolist())
     text = None
     if tokenizer is not None:
-        decoded = (tokenizer.decode(row, skip_special_tokens=True) for row in tokens)
-        text = [cut_at_stop(row, cfg.stop_strings) for row in decoded]
+        text = [cut_at_stop(decode(tokenizer, row), cfg.stop_strings) for row in tokens]
     num_rounds = progress.num_rounds.tolist()
     fields: dict[str, Any] = dict(
         tokens=tokens,

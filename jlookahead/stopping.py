@@ -11,8 +11,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
-import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import flax.struct
@@ -21,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# What transformers may change after decoding, between tokens.
-_CLEANED_UP = "a . ? ! , ' n't 'm 's 've 're a"
+from jlookahead.text import BYTE_TOKEN, REPLACEMENT, decode
+
+# Tokenizers that change what they decode do so between tokens, at spaces and punctuation.
+_SAMPLE = "a . ? ! , ' n't 'm 's 've 're a"
 
 # The automaton has ended in a stop string.
 _COMPLETE = -1
@@ -76,7 +75,7 @@ def check_stop_strings(strings: Any) -> None:
     if not isinstance(strings, tuple) or not all(isinstance(s, str) and s for s in strings):
         raise ValueError(f"stop_strings: got {strings!r}, must be a tuple of non-empty strings")
     for s in strings:
-        if _REPLACEMENT in s or any("\ud800" <= c <= "\udfff" for c in s):
+        if REPLACEMENT in s or any("\ud800" <= c <= "\udfff" for c in s):
             raise ValueError(
                 f"stop_strings: got {s!r}, allowed is valid Unicode text without U+FFFD, which "
                 "stands for broken characters"
@@ -105,11 +104,11 @@ def compile_stop_strings(
         name = type(tokenizer).__name__
         raise ValueError(f"stop_strings: got a {name}, needs a fast tokenizer of transformers")
     backend = tokenizer.backend_tokenizer
-    sample = backend.encode(_CLEANED_UP, add_special_tokens=False).ids
-    if tokenizer.decode(sample) != backend.decode(sample):
+    sample = backend.encode(_SAMPLE, add_special_tokens=False).ids
+    if decode(tokenizer, sample) != backend.decode(sample):
         raise ValueError(
-            "stop_strings: the tokenizer changes what it has decoded, set "
-            "tokenizer.clean_up_tokenization_spaces = False"
+            f"stop_strings: {type(tokenizer).__name__} decodes otherwise than its "
+            "backend_tokenizer, allowed are tokenizers that do not change what that decodes"
         )
     added = tuple(
         (i, token.content, token.special) for i, token in backend.get_added_tokens_decoder().items()
@@ -277,17 +276,3 @@ def _extend_run(unfinished: bytes | None, byte: bytes) -> bytes | None:
         return unfinished
     length = 2 + (unfinished[0] >= 0xE0) + (unfinished[0] >= 0xF0)
     return {1: b"\xc2", 2: b"\xe1", 3: b"\xf1"}[length - len(unfinished)]
-
-
-def cut_at_stop(text: str, strings: Sequence[str]) -> str:
-    """`text` before the stop string that is complete first; of several, the longest."""
-    spans = [(text.index(s) + len(s), text.index(s)) for s in strings if s in text]
-    return text[: min(spans)[1]] if spans else text
-
-
-def num_held_back(text: str, strings: Sequence[str]) -> int:
-    """Characters at the end of `text` that the next ones may turn into a stop string."""
-    return max(
-        (n for s in strings for n in range(1, len(s)) if text.endswith(s[:n])),
-        default=0,
-    )

@@ -15,12 +15,10 @@ from jlookahead.decoding import Progress, run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt
 from jlookahead.state import FINISH_REASONS, SOURCES
-from jlookahead.stopping import BYTE_TOKEN, cut_at_stop, num_held_back
+from jlookahead.text import IncrementalText
 
 # Rounds per device call: few enough to read as live text, enough to hide the hand-over.
 ROUNDS_PER_CALL = 4
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,51 +104,3 @@ def stream_rounds(
                 )
             seen[row] = end
         is_running = None in reasons
-
-
-class IncrementalText:
-    """Decodes a growing list of ids so that the pieces add up to the text of the whole list, cut
-    before a stop string.
-
-    A piece is held back while it ends in an unfinished character, in a run of byte tokens (which
-    are no characters at all if one of them does not fit), or in the beginning of a stop string.
-    Only the ids of the last piece and those since are decoded again: tokenizers that treat the
-    first token of a text specially need that much context.
-    """
-
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()):
-        self._tokenizer = tokenizer
-        self._stop_strings = stop_strings
-        self._ids: list[int] = []
-        self._context = 0  # first id decoded
-        self._done = 0  # ids whose text is certain
-        self._in_run = False  # whether the last id that spells anything is a byte token
-        self._held = ""  # certain text that may begin a stop string
-
-    def add(self, token: int, is_last: bool) -> str:
-        """Appends an id and returns the text that is now certain."""
-        self._held += self._decode_next(token, is_last)
-        if is_last:
-            text = cut_at_stop(self._held, self._stop_strings)
-        else:
-            held_back = num_held_back(self._held, self._stop_strings)
-            text = self._held[: len(self._held) - held_back]
-        self._held = self._held[len(text) :]
-        return text
-
-    def _decode_next(self, token: int, is_last: bool) -> str:
-        self._ids.append(token)
-        before = self._decode(self._ids[self._context : self._done])
-        after = self._decode(self._ids[self._context :])
-        name_of = getattr(self._tokenizer, "convert_ids_to_tokens", str)
-        is_byte = BYTE_TOKEN.fullmatch(name_of(token) or "") is not None
-        self._in_run = is_byte or (self._in_run and not self._decode([token]))
-        if not is_last and (self._in_run or after.endswith(_REPLACEMENT)):
-            return ""
-        # Ids that spell nothing are no context for a tokenizer that skips them.
-        if piece := after[len(before) :]:
-            self._context, self._done = self._done, len(self._ids)
-        return piece
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)

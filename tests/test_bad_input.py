@@ -176,7 +176,7 @@ def test_calls(options, message):
 class Slow:
     """A tokenizer without a backend to ask."""
 
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids, **options):
         return ""
 
 

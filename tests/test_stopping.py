@@ -6,6 +6,7 @@ The oracle is plain search in the tokenizer's own decoding, after every token.
 from __future__ import annotations
 
 import random
+import string
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +19,17 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import jlookahead as jl
-from jlookahead.stopping import compile_stop_strings, cut_at_stop, num_held_back
+from jlookahead.stopping import compile_stop_strings
+from jlookahead.text import cut_at_stop, num_held_back
 
-STRATEGIES = [jl.Autoregressive(), jl.Lookahead(4, 4, 3), jl.PromptLookup(6)]
+STRATEGIES = [
+    jl.Autoregressive(),
+    jl.Lookahead(4, 4, 3),
+    jl.PromptLookup(6),
+    jl.Recycling(20),
+    jl.Jacobi(6),
+]
+SAMPLINGS = [jl.Sampling(), jl.Sampling(0.7, top_k=30, seed=5)]
 ALPHABET = "abé€🙂 "
 
 
@@ -176,10 +185,12 @@ def test_text_is_cut_where_the_first_stop_string_begins(strings, text):
 PROMPTS = ["def read_file(path):\n", "class Node:\n    def __init__(self", "import os\n"]
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_generated_text_is_plain_text_up_to_the_stop(lm, strategy):
+def test_generated_text_is_plain_text_up_to_the_stop(lm, strategy, sampling):
     rng = random.Random(0)
-    cfg = lm.make_config(strategy=strategy, max_new_tokens=40)
+    options = dict(strategy=strategy, sampling=sampling, max_new_tokens=40)
+    cfg = lm.make_config(**options)
     whole = plain(lm.params, PROMPTS, cfg, tokenizer=lm.tokenizer)
     reasons = set()
     for _ in range(6):
@@ -187,7 +198,7 @@ def test_generated_text_is_plain_text_up_to_the_stop(lm, strategy):
         for text in rng.sample(whole.text, rng.choice([1, 2, 3])):
             start = rng.randrange(len(text) - 1)
             strings.append(text[start : start + rng.choice([1, 2, 3, 5, 9])])
-        cfg = lm.make_config(strategy=strategy, max_new_tokens=40, stop_strings=tuple(strings))
+        cfg = lm.make_config(**options, stop_strings=tuple(strings))
         out = jl.generate(lm.params, PROMPTS, cfg, tokenizer=lm.tokenizer)
         for row, tokens in enumerate(whole.tokens):
             last = first_stop(lm.tokenizer, tokens, strings)
@@ -199,17 +210,32 @@ def test_generated_text_is_plain_text_up_to_the_stop(lm, strategy):
     assert reasons == {True, False}
 
 
+def test_residual_sampling_stops_at_the_first_stop_string(lm):
+    """Its text is not plain decoding's, but that of its own run without stop strings: what was
+    drawn before the stop does not depend on what would have ended the text."""
+    sampling = jl.Sampling(0.7, top_k=30, seed=5, verify="residual")
+    options = dict(strategy=jl.Lookahead(4, 4, 3), sampling=sampling, max_new_tokens=40)
+    whole = jl.generate(lm.params, PROMPTS, lm.make_config(**options), tokenizer=lm.tokenizer)
+    strings = tuple(text[9:12] for text in whole.text)
+    cfg = lm.make_config(**options, stop_strings=strings)
+    out = jl.generate(lm.params, PROMPTS, cfg, tokenizer=lm.tokenizer)
+    for row, tokens in enumerate(whole.tokens):
+        assert out.tokens[row] == tokens[: first_stop(lm.tokenizer, tokens, strings) + 1]
+        assert out.text[row] == first_cut(whole.text[row], strings)
+    assert out.finish_reason == ["stop"] * 3
+
+
 # A cyclic text, every lap drafted from the prompt: blocks of many tokens.
 LETTERS = "abcdefghijklm"
 
 
-def run_cycle(prompt: str, **options) -> jl.Result:
+def run_cycle(prompt: str, cycle: str = LETTERS, **options) -> jl.Result:
     tokenizer = tiny_tokenizer()
-    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in LETTERS]
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in cycle]
     successor = jnp.zeros(len(tokenizer), int).at[jnp.array(ids)].set(jnp.array(ids[1:] + ids[:1]))
     eos = tuple(tokenizer.convert_tokens_to_ids(e) for e in options.pop("eos", ""))
     cfg = jl.Config(eos_token_ids=eos, **options)
-    prompt = [ids[LETTERS.index(letter)] for letter in prompt]
+    prompt = [ids[cycle.index(letter)] for letter in prompt]
     model = SuccessorTable(len(tokenizer))
     return jl.generate(successor, prompt, cfg, tokenizer=tokenizer, model=model)
 
@@ -237,6 +263,26 @@ def test_what_ends_a_row(strategy, options, text, reason):
     assert (out.text, out.finish_reason) == (text, reason)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[1:4], ids=str)
+def test_a_stop_string_at_every_offset_of_two_blocks(strategy):
+    """Also across their boundary; the longest block here has 17 tokens."""
+    cycle = string.ascii_letters
+    text = cycle[1:]
+    num_rounds = set()
+    for start in range(2 * 17):
+        out = run_cycle(
+            cycle * 3 + cycle[0],
+            cycle,
+            strategy=strategy,
+            stop_strings=(text[start : start + 3],),
+            max_new_tokens=51,
+        )
+        assert (out.text, out.finish_reason) == (text[:start], "stop")
+        assert len(out.tokens) == start + 3
+        num_rounds.add(out.num_rounds)
+    assert len(num_rounds) > 2 and max(num_rounds) < 25, "several blocks of several tokens"
+
+
 def test_new_stop_strings_compile_nothing():
     """The automaton is an argument; small ones have one size."""
     from jlookahead import decoding
@@ -258,3 +304,29 @@ def test_what_changes_about_a_tokenizer_is_seen():
         stop = compile_stop_strings(("b!",), tokenizer, len(tokenizer), 1)
         assert (int(stop.table[0, added]) == -1) == (not special)
         assert ("b!" in decode(tokenizer, [added])) == (not special)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Changes what its backend has decoded."""
+
+    def _decode(self, *args, **kwargs):
+        return super()._decode(*args, **kwargs).upper()
+
+
+def test_tokenizers_that_tidy_up():
+    """LLaMA 3's asks for a clean-up: `out.text` and stop strings see the text without it."""
+    backend = tiny_tokenizer().backend_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    ids = tokenizer.encode("a .b", add_special_tokens=False)
+    assert compile_stop_strings((" .",), tokenizer, len(tokenizer), 1) is not None
+    successor = jnp.zeros(len(tokenizer), int)
+    for now, after in zip(ids, ids[1:], strict=False):
+        successor = successor.at[now].set(after)
+    cfg = jl.Config(max_new_tokens=len(ids) - 1, stop_strings=("b",))
+    model = SuccessorTable(len(tokenizer))
+    out = jl.generate(successor, ids[:1], cfg, tokenizer=tokenizer, model=model)
+    pieces = [s.text for s in jl.stream(successor, ids[:1], cfg, tokenizer=tokenizer, model=model)]
+    assert (out.text, out.finish_reason) == (" .", "stop")
+    assert "".join(pieces) == " ."
+    with pytest.raises(ValueError, match="Shouting decodes otherwise than its backend_tokenizer"):
+        compile_stop_strings(("a",), Shouting(tokenizer_object=backend), 300, 1)

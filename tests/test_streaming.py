@@ -14,14 +14,14 @@ from models import TINY, SuccessorTable, tiny_params
 from test_stopping import sentencepiece_tokenizer
 
 import jlookahead as jl
-from jlookahead.streaming import IncrementalText
+from jlookahead.text import IncrementalText
 
 
 class Bytes:
     """A byte-level tokenizer: id = byte, 256 a special token."""
 
-    def decode(self, ids, skip_special_tokens=True):
-        assert skip_special_tokens
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        assert skip_special_tokens and not clean_up_tokenization_spaces
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
