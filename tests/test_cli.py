@@ -77,7 +77,7 @@ def test_option_defaults_are_the_library_s():
     shared = defaults.keys() & library.keys()
     assert len(shared) == 8
     assert {name: defaults[name] for name in shared} == {name: library[name] for name in shared}
-    for name in ("window", "ngram", "candidates", "block", "rows"):
+    for name in ("window", "ngram", "candidates", "max_ngram", "num_draft_tokens", "block", "rows"):
         assert defaults[name] is None
     assert strategies.make_strategy("lookahead") == jl.Lookahead()
 
@@ -159,7 +159,11 @@ def test_autoregressive_takes_a_round_per_token(expected):
     [
         (["--strategy", "jacobi", "--block", "5"], jl.Jacobi(5)),
         (["--strategy", "recycling", "--rows", "9"], jl.Recycling(9)),
-        (["--strategy", "prompt-lookup"], jl.PromptLookup()),
+        (
+            ["--strategy", "prompt-lookup", "--max-ngram", "2"]
+            + ["--num-draft-tokens", "4", "--candidates", "2"],
+            jl.PromptLookup(2, 4, 2),
+        ),
     ],
 )
 def test_strategies_by_name(lm, expected, options, strategy):
@@ -204,6 +208,13 @@ def test_residual_sampling(lm):
     )
     out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
     assert invoke_json(*options)["token_ids"] == out.tokens
+
+
+def test_logprobs_are_the_librarys(lm):
+    cfg = lm.make_config(max_new_tokens=BUDGET, logprobs=True)
+    out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
+    assert invoke_json("--logprobs")["logprobs"] == out.logprobs
+    assert invoke_json()["logprobs"] is None
 
 
 def test_a_budget_of_zero():
@@ -280,6 +291,12 @@ def test_chat_answers_every_line(chat_model):
     assert f"prompt of {session.num_reused} reused" in figures[1]
 
 
+def test_chat_with_a_budget_of_zero(chat_model):
+    result = chat("--model", chat_model, "--max-new-tokens", "0", stdin="the cat\n")
+    assert (result.exit_code, result.stdout) == (0, "\n")
+    assert result.stderr.startswith("0 new tokens in 0 rounds")
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -337,6 +354,10 @@ def test_a_terminal_gets_colours(option, monkeypatch, expected):
         (["--block", "3"], "block: is an option of jacobi, got strategy lookahead"),
         (["--strategy", "jacobi", "--rows", "9"], "rows: is an option of recycling"),
         (["--strategy", "jacobi", "--block", "0"], "block: got 0"),
+        (["--strategy", "recycling", "--candidates", "2"], "of lookahead and prompt-lookup, got"),
+        (["--strategy", "prompt-lookup", "--max-ngram", "0"], "max_ngram: got 0"),
+        (["--logprobs"], "logprobs: is an option of --json"),
+        (["--raw", "--prompt-ids", "1"], "raw: is an option of texts"),
         (["--strategy", "recycling", "--rows", "1"], "rows: got 1"),
         (["--verify", "maybe"], "verify: got 'maybe'"),
         (["--temperature", "1", "--verify", "residual", "--audit"], "verify: got 'residual'"),

@@ -1,4 +1,4 @@
-"""`jlookahead chat`: one line in, one answer out."""
+"""`jlookahead chat`: one line in, one answer out, as it comes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from jlookahead.cli import options
+from jlookahead.cli.runs import Run
 from jlookahead.cli.strategies import LOOKAHEAD, make_strategy
 from jlookahead.config import Sampling
 from jlookahead.session import Session
@@ -25,6 +26,8 @@ def chat(
     window: options.Window = None,
     ngram: options.Ngram = None,
     candidates: options.Candidates = None,
+    max_ngram: options.MaxNgram = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     block: options.Block = None,
     rows: options.Rows = None,
     max_new_tokens: options.MaxNewTokens = 256,
@@ -36,7 +39,14 @@ def chat(
 ) -> None:
     """Chat: every line of standard input is a message. Ends with the input."""
     drafts = make_strategy(
-        strategy, window=window, ngram=ngram, candidates=candidates, block=block, rows=rows
+        strategy,
+        window=window,
+        ngram=ngram,
+        candidates=candidates,
+        max_ngram=max_ngram,
+        num_draft_tokens=num_draft_tokens,
+        block=block,
+        rows=rows,
     )
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     with Console(stderr=True).status("Loading") as status:
@@ -52,15 +62,21 @@ def chat(
         text = line.rstrip("\r\n")
         if not text.strip():
             continue
+        messages = [*session.messages, {"role": "user", "content": text}]
         began = time.perf_counter()
-        result = session.send(text)
-        seconds = time.perf_counter() - began
-        typer.echo(result.text)
+        tokens = []
+        for token in session.stream(messages):
+            tokens.append(token)
+            typer.echo(token.text, nl=False)
+        typer.echo()
+        run = Run(strategy, tokens, 0.0, time.perf_counter() - began)
+        answer = "".join(token.text or "" for token in tokens)
+        session.messages = [*messages, {"role": "assistant", "content": answer}]
         typer.echo(
-            f"{len(result.tokens)} new tokens in {result.num_rounds} rounds, "
-            f"{result.tokens_per_round:.2f} tokens per round, {seconds:.3f} s, prompt of "
+            f"{len(tokens)} new tokens in {run.num_rounds} rounds, "
+            f"{run.tokens_per_round:.2f} tokens per round, {run.seconds:.3f} s, prompt of "
             f"{session.num_reused} reused and {session.num_prefilled} prefilled tokens, "
-            f"finish reason {result.finish_reason}",
+            f"finish reason {run.finish_reason}",
             err=True,
         )
 

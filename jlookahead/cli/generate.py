@@ -53,6 +53,8 @@ def generate(
     window: options.Window = None,
     ngram: options.Ngram = None,
     candidates: options.Candidates = None,
+    max_ngram: options.MaxNgram = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     block: options.Block = None,
     rows: options.Rows = None,
     max_new_tokens: options.MaxNewTokens = 128,
@@ -91,13 +93,23 @@ def generate(
             "--audit", help="Check every token by teacher forcing; exit status 1 if one differs."
         ),
     ] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json: log-probabilities of the tokens.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Generate text; without options, show plain decoding and lookahead side by side."""
     known = {
         PLAIN: make_strategy(PLAIN),
         strategy: make_strategy(
-            strategy, window=window, ngram=ngram, candidates=candidates, block=block, rows=rows
+            strategy,
+            window=window,
+            ngram=ngram,
+            candidates=candidates,
+            max_ngram=max_ngram,
+            num_draft_tokens=num_draft_tokens,
+            block=block,
+            rows=rows,
         ),
     }
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, verify)
@@ -110,6 +122,10 @@ def generate(
         raise ValueError("compare: got strategy autoregressive, which is plain decoding itself")
     elif compare and is_residual:
         raise ValueError("compare: got verify residual, whose text is not plain decoding's")
+    if logprobs and not as_json:
+        raise ValueError("logprobs: is an option of --json")
+    if raw and prompt_ids is not None:
+        raise ValueError("raw: is an option of texts, got prompt_ids, which are taken as they are")
     text_or_ids = read_prompt(prompt, prompt_file, prompt_ids)
 
     # A status on a stream that is no terminal shows nothing.
@@ -124,6 +140,7 @@ def generate(
                 min_new_tokens=min_new_tokens,
                 stop_strings=tuple(stop or ()),
                 processors=_penalties(repetition_penalty, presence_penalty, frequency_penalty),
+                logprobs=logprobs,
             )
             for name in ([PLAIN, strategy] if compare else [strategy])
         }

@@ -12,18 +12,23 @@ from jlookahead.checkpoints.loading import load_with_progress
 from jlookahead.cli import strategies
 
 
-def _of(strategy: str, option: str, text: str) -> Any:
-    default = strategies.default_of(strategy, option)
-    return typer.Option(help=f"{strategy.capitalize()}: {text}", show_default=default)
+def _of_strategies(option: str, text: str) -> Any:
+    defaults = strategies.defaults_of(option)
+    return typer.Option(
+        help=f"{', '.join(defaults).capitalize()}: {text}",
+        show_default=", ".join(dict.fromkeys(map(str, defaults.values()))),
+    )
 
 
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 StrategyName = Annotated[str, typer.Option(help=f"One of {', '.join(strategies.NAMES)}.")]
-Window = Annotated[int | None, _of("lookahead", "window", "columns of the window.")]
-Ngram = Annotated[int | None, _of("lookahead", "ngram", "n-gram size.")]
-Candidates = Annotated[int | None, _of("lookahead", "candidates", "n-grams verified per round.")]
-Block = Annotated[int | None, _of("jacobi", "block", "tokens iterated over together.")]
-Rows = Annotated[int | None, _of("recycling", "rows", "rows computed per round.")]
+Window = Annotated[int | None, _of_strategies("window", "columns of the window.")]
+Ngram = Annotated[int | None, _of_strategies("ngram", "n-gram size.")]
+Candidates = Annotated[int | None, _of_strategies("candidates", "drafts verified side by side.")]
+MaxNgram = Annotated[int | None, _of_strategies("max_ngram", "longest suffix looked up.")]
+NumDraftTokens = Annotated[int | None, _of_strategies("num_draft_tokens", "tokens per draft.")]
+Block = Annotated[int | None, _of_strategies("block", "tokens iterated over together.")]
+Rows = Annotated[int | None, _of_strategies("rows", "rows computed per round.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Budget of new tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]

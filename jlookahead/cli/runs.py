@@ -59,12 +59,15 @@ class Run:
         return self.streamed[-1].finish_reason if self.streamed else "length"
 
     def as_dict(self, has_text: bool) -> dict[str, Any]:
-        """The fields of the JSON output; `text` is None if the model has no tokenizer."""
+        """The fields of the JSON output; `text` is None if the model has no tokenizer, `logprobs`
+        if they were not asked for."""
         pieces = [token.text or "" for token in self.streamed]
+        logprobs = [token.logprob for token in self.streamed]
         return {
             "strategy": self.strategy,
             "text": "".join(pieces) if has_text else None,
             "token_ids": self.token_ids,
+            "logprobs": None if None in logprobs else logprobs,
             "num_rounds": self.num_rounds,
             "tokens_per_round": self.tokens_per_round,
             "finish_reason": self.finish_reason,

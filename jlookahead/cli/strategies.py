@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jlookahead.jacobi import Jacobi
 from jlookahead.lookahead import Lookahead
 from jlookahead.prompt_lookup import PromptLookup
@@ -14,7 +12,7 @@ PLAIN, LOOKAHEAD = "autoregressive", "lookahead"
 
 _KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {
     LOOKAHEAD: (Lookahead, ("window", "ngram", "candidates")),
-    "prompt-lookup": (PromptLookup, ()),
+    "prompt-lookup": (PromptLookup, ("max_ngram", "num_draft_tokens", "candidates")),
     "recycling": (Recycling, ("rows",)),
     "jacobi": (Jacobi, ("block",)),
     PLAIN: (Autoregressive, ()),
@@ -38,12 +36,17 @@ def make_strategy(name: str, **options: int | None) -> Strategy:
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
         if option not in own:
-            owner = next(other for other, (_, names) in _KNOWN.items() if option in names)
-            raise ValueError(f"{option}: is an option of {owner}, got strategy {name}")
+            owners = [other for other, (_, names) in _KNOWN.items() if option in names]
+            raise ValueError(
+                f"{option}: is an option of {' and '.join(owners)}, got strategy {name}"
+            )
     return strategy(**given)
 
 
-def default_of(name: str, option: str) -> str:
-    """The default of a strategy's option, for its help."""
-    fields = {field.name: field.default for field in dataclasses.fields(_KNOWN[name][0])}
-    return str(fields[option])
+def defaults_of(option: str) -> dict[str, int]:
+    """The default of an option for every strategy that has it, for its help."""
+    return {
+        name: getattr(strategy, option)
+        for name, (strategy, options) in _KNOWN.items()
+        if option in options
+    }
