@@ -160,11 +160,14 @@ class Lookahead:
                 parents=parents,
             )
         tokens, exists, num_linked = self._look_up(state)
-        # The most recent n-grams take the chains that lookup leaves.
+        # The most recent n-grams take the chains that lookup leaves, less the one that it found.
+        is_found = (suffixes == tokens[:, None, :size]).all(axis=2) & exists[:, size - 1 : size]
+        stays = (chain < count[:, None]) & ~is_found
+        newest_first = jnp.argsort(jnp.where(stays, -chain, 1), axis=1)
         recency = chain - num_linked[:, None]
-        newest_first = jnp.clip(count[:, None] - 1 - recency, 0, num_chains - 1)
-        suffixes = jnp.take_along_axis(suffixes, newest_first[..., None], axis=1)
-        filled = (recency >= 0) & (recency < count[:, None])
+        newest = jnp.take_along_axis(newest_first, jnp.maximum(recency, 0), axis=1)
+        suffixes = jnp.take_along_axis(suffixes, newest[..., None], axis=1)
+        filled = (recency >= 0) & (recency < stays.sum(axis=1, keepdims=True))
         is_linked = jnp.repeat(recency < 0, size, axis=1)
         return Draft(
             tokens=jnp.where(is_linked, tokens, suffixes.reshape(batch, -1)),
@@ -183,9 +186,10 @@ class Lookahead:
         starts, match_len = find_matches(state.tokens, state.length, _LONGEST_MATCH, 1)
         tokens, exists = continuations(state.tokens, state.length, starts, num_rows)
         wanted = jnp.select([match_len == 0, match_len == 1], [0, 3], 2 + 2 * match_len)
-        wanted = jnp.minimum(wanted, self.max_linked * size)
-        exists &= jnp.arange(num_rows) < wanted[..., None]
-        return tokens[:, 0], exists[:, 0], -(-wanted[:, 0] // size)
+        # A chain's rows are there, whether a part of them is wanted or all.
+        num_linked = jnp.minimum(-(-wanted[:, 0] // size), self.max_linked)
+        exists = exists[:, 0] & (jnp.arange(num_rows) < size * num_linked[:, None])
+        return tokens[:, 0], exists, num_linked
 
     def observe(
         self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array

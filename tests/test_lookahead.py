@@ -37,25 +37,25 @@ def program(strategy: jl.Lookahead):
 
 
 def expected_drafts(ids: list[int], strategy: jl.Lookahead) -> list[tuple[str, list[int]]]:
-    """By the rules: a match of m tokens (at most 7) drafts 2 + 2m, or 3 where m is 1, in whole
-    chains and at most 80% of them; the rest goes to the key's n-grams, most recent first."""
+    """By the rules: a match of m tokens (at most 7) drafts 2 + 2m, or 3 where m is 1, rounded up
+    to whole chains, at most 80% of them; the key's other n-grams follow, most recent first."""
     size, num_chains = strategy.ngram - 1, strategy.candidates
-    drafts, taken = [], 0
+    drafts, taken, found = [], 0, []
     if strategy.prompt_lookup:
         for m in range(7, 0, -1):
             ends = [e for e in range(m, len(ids)) if ids[e - m : e] == ids[-m:]]
             if ends:
-                most = max(1, min(-(-16 // size), num_chains * 4 // 5)) * size
-                wanted = min(3 if m == 1 else 2 + 2 * m, most)
-                drafts.append(("lookup", ids[ends[-1] :][:wanted]))
-                taken = -(-wanted // size)
+                wanted = -(-(3 if m == 1 else 2 + 2 * m) // size)
+                taken = min(wanted, max(1, min(-(-16 // size), num_chains * 4 // 5)))
+                found = ids[ends[-1] :][: taken * size]
+                drafts.append(("lookup", found))
                 break
     bucket: list[list[int]] = []
     for first in range(len(ids) - size):
         key, suffix = ids[first], ids[first + 1 : first + 1 + size]
         if key == ids[-1]:
             bucket = [other for other in bucket if other != suffix] + [suffix]
-    newest = bucket[::-1][:num_chains]
+    newest = [suffix for suffix in bucket[::-1][:num_chains] if suffix != found[:size]]
     return drafts + [("pool", suffix) for suffix in newest[: num_chains - taken]]
 
 
