@@ -47,13 +47,16 @@ def record(
 
 
 def top_tokens(logits: jax.Array, num: int) -> jax.Array:
-    """Ids of the `num` highest logits, highest first: `[..., V]` -> `[..., num]` int32.
+    """Ids of the `num` highest logits, highest first: `[..., V]` -> `[..., num]` int32; NO_TOKEN
+    for those that a smaller vocabulary does not have.
 
     The highest lie in the blocks with the highest maxima, so that only those are searched.
     """
     vocab_size = logits.shape[-1]
     if vocab_size <= num * _BLOCK:
-        return lax.top_k(logits, num)[1].astype(jnp.int32)
+        best = lax.top_k(logits, min(num, vocab_size))[1].astype(jnp.int32)
+        missing = [(0, 0)] * (logits.ndim - 1) + [(0, num - best.shape[-1])]
+        return jnp.pad(best, missing, constant_values=NO_TOKEN)
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, -vocab_size % _BLOCK)]
     blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
     blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
