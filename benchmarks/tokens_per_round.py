@@ -1,4 +1,5 @@
-"""Tokens per round of lookahead per prompt category, and whether every text equals the plain one.
+"""Tokens per round of every source of drafts, by prompt category, and whether every text equals
+the plain one.
 
     python -m benchmarks.tokens_per_round --model MODEL --suite suite.jsonl --out result.json
 
@@ -13,8 +14,8 @@ import argparse
 import collections
 import dataclasses
 import json
-import platform
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,52 +25,84 @@ import jlookahead as jl
 from benchmarks.report import versions
 from jlookahead.prompts import to_rows
 
+STRATEGIES = (
+    jl.Jacobi(),
+    jl.PromptLookup(),
+    jl.Lookahead(7, 5, 7, prompt_lookup=False),
+    jl.Lookahead(7, 5, 7),
+    jl.Lookahead(15, 5, 15),
+    jl.Recycling(16),
+    jl.Recycling(32),
+    jl.Recycling(56),
+)
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n    ")[0])
     parser.add_argument("--model", help="what jl.load takes; the bundled model by default")
     parser.add_argument("--suite", type=Path, nargs="+", required=True)
-    parser.add_argument("--window", type=int, default=7)
-    parser.add_argument("--ngram", type=int, default=5)
-    parser.add_argument("--candidates", type=int, default=7)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
     lm = jl.load(args.model)
-    strategy = jl.Lookahead(args.window, args.ngram, args.candidates)
-    cfg = lm.make_config(strategy=strategy, max_new_tokens=args.max_new_tokens)
     suite = read_suites(args.suite)
-    rows = [measure(lm, item, cfg) for item in track(suite, "decoding")]
+    prompts = [prompt_of(lm, item) for item in suite]
+    plain = [
+        decode(lm, prompt, jl.Autoregressive(), args.max_new_tokens)
+        for prompt in track(prompts, "plain decoding")
+    ]
+    variants = []
+    for strategy in STRATEGIES:
+        rows = [
+            compare(lm, item, prompt, decode(lm, prompt, strategy, args.max_new_tokens), expected)
+            for item, prompt, expected in zip(
+                suite, track(prompts, str(strategy)), plain, strict=True
+            )
+        ]
+        variants.append(
+            {
+                "strategy": type(strategy).__name__,
+                "knobs": dataclasses.asdict(strategy),
+                "num_rows": strategy.layout.num_rows,
+                "num_identical": sum(row["identical"] for row in rows),
+                "categories": summarise(rows),
+                "prompts": rows,
+            }
+        )
+        print(strategy, variants[-1]["categories"]["all"], flush=True)
     report = {
         "what": "tokens per round, prefill not counted, greedy, float32",
         "model": args.model or "bundled",
-        "strategy": dataclasses.asdict(strategy),
         "max_new_tokens": args.max_new_tokens,
         "versions": versions(),
-        "machine": platform.machine(),
-        "num_prompts": len(rows),
-        "num_identical": sum(row["identical"] for row in rows),
-        "categories": summarise(rows),
-        "prompts": rows,
+        "num_prompts": len(suite),
+        "variants": variants,
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"categories": report["categories"], "identical": report["num_identical"]}))
 
 
 def read_suites(paths: list[Path]) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def measure(lm: jl.LoadedModel, item: dict, cfg: jl.Config) -> dict:
-    """Decodes one prompt both ways."""
+def prompt_of(lm: jl.LoadedModel, item: dict) -> Any:
+    if "ids" in item:
+        return item["ids"]
+    text = item["turns"][0]
     has_template = bool(getattr(lm.tokenizer, "chat_template", None))
-    text = item["turns"][0] if "turns" in item else None
-    chat = [{"role": "user", "content": text}] if has_template else text
-    prompt = item.get("ids") or chat
-    plain_cfg = dataclasses.replace(cfg, strategy=jl.Autoregressive())
-    plain = jl.generate(lm.params, prompt, plain_cfg, tokenizer=lm.tokenizer)
-    got = jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
+    return [{"role": "user", "content": text}] if has_template else text
+
+
+def decode(lm: jl.LoadedModel, prompt: Any, strategy: jl.Strategy, budget: int) -> jl.Result:
+    cfg = lm.make_config(strategy=strategy, max_new_tokens=budget)
+    return jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
+
+
+def compare(
+    lm: jl.LoadedModel, item: dict, prompt: Any, got: jl.Result, plain: jl.Result
+) -> dict[str, Any]:
+    """A prompt's figures, and where and how narrowly its text differs from the plain one."""
     row = {
         "id": item["id"],
         "category": item["category"],
