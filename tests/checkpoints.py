@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
@@ -16,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jlookahead.checkpoints import LoadedModel
-from jlookahead.model import LlamaModel
+from jlookahead.model import LlamaModel, Params
+from jlookahead.model_config import ModelConfig
 
 Tensors = dict[str, np.ndarray]
 
@@ -235,16 +238,22 @@ def named_params(model: LoadedModel) -> Tensors:
     }
 
 
-def logits(model: LoadedModel, tokens: np.ndarray) -> np.ndarray:
+def logits(params: Params, config: ModelConfig, tokens: np.ndarray) -> np.ndarray:
     """`[B, T]` -> `[B, T, V]`, by one forward without a cache."""
+    # Later tokens change nothing before them: few programs serve all lengths.
+    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64)))
+    return np.asarray(_logits(LlamaModel(config), params, padded))[:, : tokens.shape[1]]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(network: LlamaModel, params: Params, tokens: jax.Array) -> jax.Array:
     batch, num_tokens = tokens.shape
-    network = LlamaModel(model.config)
     hidden, _ = network.forward(
-        model.params,
-        jnp.asarray(tokens),
+        params,
+        tokens,
         jnp.broadcast_to(jnp.arange(num_tokens), tokens.shape),
-        jnp.tril(jnp.ones((num_tokens, num_tokens), bool)),
+        jnp.tri(num_tokens, dtype=bool),
         network.init_cache(batch, 1),
         jnp.zeros(batch, jnp.int32),
     )
-    return np.asarray(network.logits(model.params, hidden))
+    return network.logits(params, hidden)

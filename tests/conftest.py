@@ -24,11 +24,13 @@ def cases_per_shape(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--cases-per-shape")
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def forget_programs() -> Iterator[None]:
-    """XLA:CPU maps memory for every compiled program, and crashes once a process has no more."""
+    """XLA:CPU maps memory for every compiled program; Linux lets a process map 65,530 regions."""
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,9 @@ def test_transformers_gives_the_same_ids_logits_and_text(lm):
         out = jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
         assert out.tokens == new[0, ids.shape[1] :].tolist()
         assert out.text == tokenizer.decode(out.tokens, skip_special_tokens=True)
-        np.testing.assert_allclose(files.logits(lm, new.numpy()), logits, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(
+            files.logits(lm.params, lm.config, new.numpy()), logits, atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

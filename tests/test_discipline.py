@@ -8,10 +8,11 @@ import re
 import jax
 import numpy as np
 import pytest
-from models import TINY, tiny_params
+from models import TINY, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead import decoding
+from jlookahead.buffers import _MAX_UNROLLED
 from jlookahead.call import prepare
 from jlookahead.decoding import run_rounds, start
 
@@ -137,6 +138,20 @@ def test_the_cache_is_written_in_place(strategy, prompts):
     smaller, small_state = compile_round_loop(strategy, prompts, max_new_tokens=200)
     grown = memory.temp_size_in_bytes - smaller.memory_analysis().temp_size_in_bytes
     assert grown < nbytes(state.cache.keys[0]) - nbytes(small_state.cache.keys[0])
+
+
+# More rows than are written one by one: each buffer then takes one scatter.
+MANY = [[1 + b, 2, 3][: 1 + b % 3] for b in range(_MAX_UNROLLED + 4)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["plain", "lookahead"])
+def test_many_rows_decode_as_few(strategy):
+    params = tiny_params(0)
+    cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=60)
+    together = jl.generate(params, MANY, cfg)
+    for first in range(0, len(MANY), 4):
+        few = slice(first, first + 4)
+        assert together.tokens[few] == plain(params, MANY[few], cfg).tokens
 
 
 def test_prefill_writes_the_cache_in_place():

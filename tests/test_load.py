@@ -46,7 +46,8 @@ def test_logits_equal_hf_pytorch(tmp_path, num_kv_heads, tied):
     reference = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
-    actual = files.logits(checkpoints.load(folder), tokens)
+    lm = checkpoints.load(folder)
+    actual = files.logits(lm.params, lm.config, tokens)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
 
@@ -197,7 +198,7 @@ def test_none_is_the_bundled_model():
     assert model.tokenizer.decode(ids) == text
     assert model.defaults.eos_token_ids
     # It has learned something: it finds the text likelier than the same tokens out of order.
-    logits = files.logits(model, np.array([ids, sorted(ids)]))
+    logits = files.logits(model.params, model.config, np.array([ids, sorted(ids)]))
     losses = -np.take_along_axis(
         logits[:, :-1] - np.log(np.exp(logits[:, :-1]).sum(-1, keepdims=True)),
         np.array([ids, sorted(ids)])[:, 1:, None],

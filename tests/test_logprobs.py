@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import checkpoints as files
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import TINY
+from models import TINY, tiny_params
 
 import jlookahead as jl
 
@@ -20,10 +20,7 @@ PROMPTS = [[5, 9, 5], [7], [1, 2, 3, 4] * 4]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_equal_a_teacher_forced_forward(strategy, temperature):
-    model = jl.LlamaModel(TINY)
-    params = jax.tree.map(
-        lambda w: 4 * w if w.ndim == 2 else w, model.init_params(jax.random.key(0))
-    )
+    params = tiny_params(0)
     cfg = jl.Config(
         model=TINY,
         strategy=strategy,
@@ -36,18 +33,13 @@ def test_equal_a_teacher_forced_forward(strategy, temperature):
     out = jl.generate(params, PROMPTS, cfg)
     assert strategy == jl.Autoregressive() or sum(out.num_rounds) < 120
     for prompt, tokens, logprobs in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
-        ids = jnp.array([prompt + tokens])
-        size = ids.shape[1]
-        cache, mask = model.init_cache(1, 1), jnp.tri(size, dtype=bool)
-        hidden, _ = model.forward(
-            params, ids, jnp.arange(size)[None], mask, cache, jnp.zeros(1, jnp.int32)
-        )
-        law = jax.nn.log_softmax(model.logits(params, hidden[0]), axis=-1)
-        places = np.arange(len(prompt) - 1, size - 1)
+        ids = np.array([prompt + tokens])
+        law = jax.nn.log_softmax(files.logits(params, TINY, ids)[0], axis=-1)
+        places = np.arange(len(prompt) - 1, ids.shape[1] - 1)
         np.testing.assert_allclose(logprobs, law[places, ids[0, places + 1]], atol=1e-4, rtol=0)
 
 
 def test_are_none_unless_asked_for():
-    model = jl.LlamaModel(TINY)
-    params = model.init_params(jax.random.key(0))
-    assert jl.generate(params, [1], jl.Config(model=TINY, max_new_tokens=3)).logprobs is None
+    assert (
+        jl.generate(tiny_params(0), [1], jl.Config(model=TINY, max_new_tokens=3)).logprobs is None
+    )

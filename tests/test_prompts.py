@@ -60,8 +60,15 @@ def test_torch_tensors():
     assert [row.tolist() for row in to_rows(batch, None, 97)[0]] == ROWS
 
 
-@pytest.mark.parametrize("strategy", [jl.Lookahead(4, 4, 3), jl.PromptLookup(), jl.Recycling(12)])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "strategy, temperature",
+    [
+        (jl.Lookahead(4, 4, 3), 0.0),
+        (jl.Lookahead(4, 4, 3), 0.8),
+        (jl.PromptLookup(), 0.8),
+        (jl.Recycling(12), 0.0),
+    ],
+)
 def test_rows_of_a_batch_are_single_runs(strategy, temperature):
     """Tokens and rounds, although the pad id is the EOS id and an id of the prompts."""
     rng = random.Random(0)

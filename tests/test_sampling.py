@@ -5,7 +5,9 @@ Proved here:
   `TopKLogitsWarper`, `TopPLogitsWarper` and `MinPLogitsWarper` keep, in HF's order; ties with
   the last token kept are kept (HF's top-p breaks them by sort order);
 - extreme parameters end in the argmax or in no filter, never in a token without mass;
-- a draw depends on (seed, row id, position) alone, and draws follow the filtered softmax.
+- draws follow the filtered softmax, in the residual scheme whatever the drafts;
+- a coupled draw depends on (seed, row id, position) alone, a residual one on its drafts too, and
+  neither on the slot or the company in the batch.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ BATCH, VOCAB = 2, 10
 SLACK = 1e-5  # the filters sum in float32
 
 
-def select_alone(sampler, logits, positions):
-    """The choice where no draft is verified."""
-    none = jnp.zeros((len(logits), 0), jnp.int32)
-    return select(sampler, logits, positions, none, none.astype(bool))
+SCHEMES = ["coupled", "residual"]
 
 
-filter_jit, select_jit = jax.jit(filter_logits), jax.jit(select_alone)
+def select_with(sampler, logits, positions, drafts=None):
+    """The choice with `drafts [B, R]` that may follow; none by default."""
+    if drafts is None:
+        drafts = jnp.zeros((len(logits), 0), jnp.int32)
+    return select(sampler, logits, positions, drafts, jnp.ones(drafts.shape, bool))
+
+
+filter_jit, select_jit = jax.jit(filter_logits), jax.jit(select_with)
 
 
 def make_sampler(sampling: jl.Sampling, row_ids: list[int] | np.ndarray) -> Sampler:
@@ -51,6 +57,7 @@ def make_sampler(sampling: jl.Sampling, row_ids: list[int] | np.ndarray) -> Samp
         min_p=np.float32(sampling.min_p),
         seed=jnp.uint32(sampling.seed),
         row_ids=np.asarray(row_ids, np.int32),
+        verify=sampling.verify,
     )
 
 
@@ -183,6 +190,7 @@ def test_what_is_kept(logits, knobs, expected):
 DISTINCT = np.array([[3, 1, 4, 0, 5, 9, 2, 6, 8, 7], [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]], np.float32)
 
 
+@pytest.mark.parametrize("verify", SCHEMES)
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -197,20 +205,22 @@ DISTINCT = np.array([[3, 1, 4, 0, 5, 9, 2, 6, 8, 7], [0, 9, 1, 8, 2, 7, 3, 6, 4,
     ],
     ids=str,
 )
-def test_limits_are_greedy(knobs):
-    sampler = make_sampler(jl.Sampling(**knobs), range(BATCH))
+def test_limits_are_greedy(knobs, verify):
+    sampler = make_sampler(jl.Sampling(**knobs, verify=verify), range(BATCH))
+    drafts = np.array([[5, 3, 5], [2, 2, 8]], np.int32)
     for scale in (0.01, 1.0, 1e4):
         logits = DISTINCT * np.float32(scale)
         greedy = select_jit(None, logits, np.zeros(BATCH, np.int32))
         assert greedy.tolist() == [5, 1]
         for position in range(5):
-            chosen = select_jit(sampler, logits, np.full(BATCH, position, np.int32))
-            assert chosen.tolist() == greedy.tolist()
+            positions = np.full(BATCH, position, np.int32)
+            assert select_jit(sampler, logits, positions).tolist() == greedy.tolist()
+            assert select_jit(sampler, logits, positions, drafts).tolist() == greedy.tolist()
 
 
 def test_greedy_ties_go_to_the_lowest_id():
     logits = jnp.array([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
-    assert select_alone(None, logits, jnp.zeros(2, jnp.int32)).tolist() == [1, 0]
+    assert select_with(None, logits, jnp.zeros(2, jnp.int32)).tolist() == [1, 0]
 
 
 # --- draws ----------------------------------------------------------------------------------
@@ -218,13 +228,13 @@ def test_greedy_ties_go_to_the_lowest_id():
 NUM_DRAWS = 20_480
 
 
-def draws(sampling: jl.Sampling, logits: np.ndarray, row_ids, positions) -> np.ndarray:
-    """`[NUM_DRAWS]`, all from the same logits `[V]`."""
+def draws(sampling: jl.Sampling, logits: np.ndarray, row_ids, positions, drafts=()) -> np.ndarray:
+    """`[NUM_DRAWS]`, all from the same logits `[V]`, with the same drafts to follow."""
     row_ids, positions = (np.broadcast_to(x, NUM_DRAWS) for x in (row_ids, positions))
     tiled = np.broadcast_to(logits, (NUM_DRAWS, len(logits)))
-    return np.asarray(
-        select_jit(make_sampler(sampling, row_ids), tiled, positions.astype(np.int32))
-    )
+    drafts = np.broadcast_to(np.array(drafts, np.int32), (NUM_DRAWS, len(drafts)))
+    sampler = make_sampler(sampling, row_ids)
+    return np.asarray(select_jit(sampler, tiled, positions.astype(np.int32), drafts))
 
 
 @pytest.mark.parametrize(
@@ -238,10 +248,14 @@ def draws(sampling: jl.Sampling, logits: np.ndarray, row_ids, positions) -> np.n
     ids=lambda s: f"T{s.temperature}-k{s.top_k}-p{s.top_p}-m{s.min_p}",
 )
 @pytest.mark.parametrize("along", ["positions", "row_ids"])
-def test_draws_follow_the_filtered_softmax(sampling, along):
+@pytest.mark.parametrize(
+    "verify, drafts", [("coupled", []), ("residual", []), ("residual", [6, 2, 6, 0, 2, 9])], ids=str
+)
+def test_draws_follow_the_filtered_softmax(sampling, along, verify, drafts):
+    sampling = dataclasses.replace(sampling, verify=verify)
     logits = np.random.default_rng(7).normal(size=VOCAB).astype(np.float32)
     ids = {"row_ids": 3, "positions": 17, along: np.arange(NUM_DRAWS)}
-    counts = np.bincount(draws(sampling, logits, **ids), minlength=VOCAB)
+    counts = np.bincount(draws(sampling, logits, drafts=drafts, **ids), minlength=VOCAB)
     kept = kept_by_sorting(sampling, logits, 0.0)
     expected = softmax(np.where(kept, logits / np.float32(sampling.temperature), -np.inf))
     assert counts[~kept].sum() == 0
@@ -249,9 +263,16 @@ def test_draws_follow_the_filtered_softmax(sampling, along):
     assert test.pvalue > 1e-4
 
 
-def test_draws_at_neighbouring_positions_are_independent():
-    sampling = jl.Sampling(temperature=1.0, seed=5)
-    found = draws(sampling, np.zeros(4, np.float32), 0, np.arange(NUM_DRAWS))
+def test_coupled_draws_never_look_at_drafts():
+    sampling, logits = jl.Sampling(temperature=1.0), np.zeros(VOCAB, np.float32)
+    alone, beside = (draws(sampling, logits, 0, np.arange(NUM_DRAWS), d) for d in ([], [3, 1, 3]))
+    assert (alone == beside).all()
+
+
+@pytest.mark.parametrize("verify", SCHEMES)
+def test_draws_at_neighbouring_positions_are_independent(verify):
+    sampling = jl.Sampling(temperature=1.0, seed=5, verify=verify)
+    found = draws(sampling, np.zeros(4, np.float32), 0, np.arange(NUM_DRAWS), [2, 0])
     pairs = np.bincount(4 * found[:-1:2] + found[1::2], minlength=16)
     assert scipy.stats.chisquare(pairs).pvalue > 1e-4
 
@@ -261,27 +282,34 @@ def test_draws_at_neighbouring_positions_are_independent():
     st.lists(st.integers(0, 2**31 - 1), min_size=6, max_size=6),
     st.lists(st.integers(0, 2**20), min_size=6, max_size=6),
     st.integers(0, 2**32 - 1),
+    st.sampled_from(SCHEMES),
 )
 @settings(deadline=None, max_examples=50)
-def test_a_draw_is_the_same_in_any_slot_and_company(order, row_ids, positions, seed):
-    sampling = jl.Sampling(temperature=1.0, top_k=6, seed=seed)
+def test_a_draw_is_the_same_in_any_slot_and_company(order, row_ids, positions, seed, verify):
+    sampling = jl.Sampling(temperature=1.0, top_k=6, seed=seed, verify=verify)
     order = np.array(order)
     row_ids, positions = np.array(row_ids), np.array(positions, np.int32)
-    logits = np.random.default_rng(seed).normal(size=(6, VOCAB)).astype(np.float32)
-    found = np.asarray(select_jit(make_sampler(sampling, row_ids), logits, positions))
-    moved = select_jit(make_sampler(sampling, row_ids[order]), logits[order], positions[order])
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(6, VOCAB)).astype(np.float32)
+    drafts = rng.integers(0, VOCAB, (6, 3)).astype(np.int32)
+    found = np.asarray(select_jit(make_sampler(sampling, row_ids), logits, positions, drafts))
+    args = (logits[order], positions[order], drafts[order])
+    moved = select_jit(make_sampler(sampling, row_ids[order]), *args)
     assert (np.asarray(moved) == found[order]).all()
     # Other company: every slot but the first changes.
     others = np.where(np.arange(6) == 0, row_ids, row_ids // 2)
-    company = select_jit(make_sampler(sampling, others), logits[[0, 2, 3, 4, 5, 1]], positions)
+    args = (logits[[0, 2, 3, 4, 5, 1]], positions, drafts[[0, 5, 4, 3, 2, 1]])
+    company = select_jit(make_sampler(sampling, others), *args)
     assert int(company[0]) == found[0]
 
 
+@pytest.mark.parametrize("verify", SCHEMES)
 @pytest.mark.parametrize("change", [{"seed": 1}, {"row_ids": 1}, {"start": 1}], ids=str)
-def test_a_draw_depends_on_seed_row_and_position(change):
+def test_a_draw_depends_on_seed_row_and_position(change, verify):
     def run(seed=0, row_ids=0, start=0):
-        sampling = dataclasses.replace(jl.Sampling(temperature=1.0), seed=seed)
-        return draws(sampling, np.zeros(VOCAB, np.float32), row_ids, np.arange(NUM_DRAWS) + start)
+        sampling = jl.Sampling(temperature=1.0, seed=seed, verify=verify)
+        positions = np.arange(NUM_DRAWS) + start
+        return draws(sampling, np.zeros(VOCAB, np.float32), row_ids, positions, [4, 4, 1])
 
     first = run()
     assert (first == run()).all()

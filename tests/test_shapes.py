@@ -18,15 +18,24 @@ STRATEGIES = [
     jl.Lookahead(5, 4, 3),
     jl.Lookahead(3, 2, 1, prompt_pool=False),
     jl.Lookahead(2, 6, 3, reference=True),
+    jl.PromptLookup(2, 3, 2),
+    jl.Jacobi(4),
+    jl.Recycling(6),
+]
+SAMPLINGS = [
+    jl.Sampling(),
+    jl.Sampling(temperature=1.0),
+    jl.Sampling(temperature=1.0, verify="residual"),
 ]
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2]], [[1], [2, 3, 4], [5]]], ids=["one", "batch"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled", "residual"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, temperature, prompts):
-    sampling = jl.Sampling(temperature=temperature)
-    cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=9)
+def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, sampling, prompts):
+    cfg = jl.Config(
+        model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=9, logprobs=True
+    )
     params = tiny_params(0)
     call = prepare(params, prompts, cfg)
     state = start(call, params)
@@ -41,8 +50,11 @@ def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, temperature, pr
         chex.assert_shape(keys, (batch, TINY.num_key_value_heads, slots, TINY.head_dim))
     chex.assert_shape([info.num_emitted, info.num_accepted, info.winner], (batch,))
     chex.assert_shape([info.emitted, info.source], (batch, layout.max_emitted))
-    chex.assert_shape([info.draft.tokens, info.draft.valid], (batch, layout.num_drafts))
-    chex.assert_type([info.emitted, info.draft.tokens], jnp.int32)
+    chex.assert_shape(jax.tree.leaves(info.draft), (batch, layout.num_drafts))
+    chex.assert_type([info.emitted, info.draft.tokens, info.draft.parents], jnp.int32)
+    chex.assert_type([info.source, info.draft.source], jnp.int8)
+    chex.assert_shape(after.logprobs, (batch, slots))
+    chex.assert_type(after.logprobs, jnp.float32)
 
 
 def test_a_round_is_traced_once_for_all_prompts_of_a_bucket():

@@ -61,7 +61,7 @@ def test_logits_equal_hf_pytorch(smollm2, reference):
     tokens = np.array([RUNS["p03_code_fib"]["ar_ids"]])
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
-    error = np.abs(files.logits(smollm2, tokens) - expected).max(axis=-1)
+    error = np.abs(files.logits(smollm2.params, smollm2.config, tokens) - expected).max(axis=-1)
     # Logits reach 35, and float32 itself is off by up to 2e-4 (Hugging Face's own, against its
     # float64), so the bound of 1e-4 holds for the typical position only.
     assert np.median(error) < 1e-4

@@ -36,7 +36,7 @@ def test_logits_are_those_of_transformers(checkpoint):
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (2, 24), dtype=np.int32)
     with torch.no_grad():
         expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
-    np.testing.assert_allclose(files.logits(lm, tokens), expected, atol=1e-4)
+    np.testing.assert_allclose(files.logits(lm.params, lm.config, tokens), expected, atol=1e-4)
 
 
 def test_tokenizer_is_lossless_and_adds_nothing(checkpoint):
