@@ -99,10 +99,12 @@ def audit(
             f"{model.max_position_embeddings} together (the model's context)"
         )
     # Of the call only the target's law matters: processors, sampling and EOS ids.
+    min_new_tokens = min(cfg.min_new_tokens, model.max_position_embeddings - len(rows[0]))
     law = dataclasses.replace(
         cfg,
         strategy=Autoregressive(),
-        max_new_tokens=cfg.min_new_tokens,
+        min_new_tokens=min_new_tokens,
+        max_new_tokens=min_new_tokens,
         stop_strings=(),
         cache_len=None,
     )

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jlookahead.checks import check_int
 from jlookahead.config import Config, Sampling
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import PREFIX_CHUNK, LlamaModel, Params, TargetModel
@@ -149,23 +150,24 @@ def _limits(lengths: Sequence[int], cfg: Config, context: int) -> tuple[list[int
             f"max_new_tokens: got {cfg.max_new_tokens} after a prompt of {longest} tokens, "
             f"allowed are {context} together (the model's context)"
         )
-    limits = [length + cfg.max_new_tokens for length in lengths]
+    limits = [length + int(cfg.max_new_tokens) for length in lengths]
     if cfg.cache_len is None:
         return limits, [LENGTH] * len(limits)
-    if longest > cfg.cache_len:
-        raise ValueError(f"cache_len: got {cfg.cache_len}, the prompt alone has {longest} tokens")
+    if not longest <= cfg.cache_len <= context:
+        raise ValueError(
+            f"cache_len: got {cfg.cache_len}, allowed are {longest} (the longest prompt) to "
+            f"{context} (the model's context)"
+        )
     reasons = [CACHE_FULL if limit > cfg.cache_len else LENGTH for limit in limits]
-    return [min(limit, cfg.cache_len) for limit in limits], reasons
+    return [min(limit, int(cfg.cache_len)) for limit in limits], reasons
 
 
 def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int) -> Sampler | None:
     ids = range(batch) if row_ids is None else row_ids
-    if (
-        not isinstance(ids, Sequence | np.ndarray)
-        or len(ids) != batch
-        or not all(_is_row_id(i) for i in ids)
-    ):
+    if not isinstance(ids, Sequence | np.ndarray) or len(ids) != batch:
         raise ValueError(f"row_ids: got {row_ids}, must be {batch} integers, 0 or more")
+    for row_id in ids:
+        check_int("row_ids", row_id, 0)
     if sampling.temperature == 0:
         return None
     return Sampler(
@@ -177,12 +179,6 @@ def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int)
         row_ids=_int32(ids),
         verify=sampling.verify,
     )
-
-
-def _is_row_id(value: object) -> bool:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        return False
-    return bool(0 <= value < 2**31)
 
 
 def check_initial_window(

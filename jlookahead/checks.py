@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import numpy as np
 
 
-def check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
+def check_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
     """Raises `ValueError` unless `value` is an int from `low` to `high`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_int or not low <= value <= high:
         raise ValueError(f"{name}: got {value!r}, allowed is an int, {low} to {high}")
 
 
-def check_number(name: str, value: object, allowed: str, low: float, high: float) -> None:
+def check_number(name: str, value: Any, allowed: str, low: float, high: float) -> None:
     """Raises `ValueError` unless `value` is a finite number from `low` to `high`."""
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or not low <= value <= high
-    ):
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    is_number &= not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
         raise ValueError(f"{name}: got {value!r}, allowed is {allowed}")
 
 

@@ -68,8 +68,8 @@ class Config:
         logprobs: whether results hold the log-probability of every new token under the
             target's own law, that is, before processors, temperature and filters.
         pad_token_id: fills token arrays beyond a row's length; never enters the results.
-        cache_len: tokens the K/V cache holds, prompt included; None = what the call needs.
-            A row that fills it stops with finish reason `cache_full`.
+        cache_len: tokens that a row may have, prompt included; None = what the call needs.
+            A row that reaches it stops with finish reason `cache_full`.
     """
 
     model: ModelConfig | None = None
@@ -110,7 +110,7 @@ class Config:
             raise ValueError(message) from None
         if self.cache_len is not None:
             check_int("cache_len", self.cache_len, 1)
-        parts = ("layout", "start", "propose", "observe")
+        parts = ("layout", "num_successors", "start", "propose", "observe")
         if isinstance(self.strategy, type) or not all(hasattr(self.strategy, p) for p in parts):
             raise ValueError(
                 f"strategy: got {self.strategy!r}, allowed is a strategy object such as "

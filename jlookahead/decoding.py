@@ -84,7 +84,7 @@ def generate(
     call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
     state = start(call, params)
     unlimited = jax.device_put(NO_ROUND_LIMIT)
-    _, progress = run_rounds(call.model, cfg.strategy, params, state, unlimited)
+    _, progress = run_rounds(call.model, call.strategy, params, state, unlimited)
     return collect(progress, call, cfg, tokenizer)
 
 
@@ -153,7 +153,8 @@ def start(
     return _start(
         call.model,
         call.strategy,
-        (call.prefill_chunk, call.want_logprobs),
+        call.prefill_chunk,
+        call.want_logprobs,
         params,
         call.arrays,
         initial_window,
@@ -175,19 +176,21 @@ _grow = jax.jit(KVCache.grown, static_argnums=1)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "strategy", "sizes"), donate_argnames=("carried",)
+    jax.jit,
+    static_argnames=("model", "strategy", "chunk", "want_logprobs"),
+    donate_argnames=("carried",),
 )
 def _start(
     model: TargetModel,
     strategy: Strategy,
-    sizes: tuple[int, bool],
+    chunk: int,
+    want_logprobs: bool,
     params: Params,
     arrays: CallArrays,
     initial_window: jax.Array | None,
     carried: Carried | None,
 ) -> RoundState:
     """Prefills the prompt without its last token and fills the proposer's memory."""
-    chunk, want_logprobs = sizes
     batch, num_slots = arrays.prompt.shape
     cache = model.init_cache(batch, num_slots) if carried is None else carried.cache
     cache, successors = _prefill(model, params, arrays, chunk, cache, strategy.num_successors)
@@ -198,7 +201,7 @@ def _start(
         length=arrays.prompt_len,
         finish=jnp.where(is_done, arrays.limit_reason, RUNNING),
         cache=cache,
-        logprobs=jnp.zeros((batch, num_slots)) if want_logprobs else None,
+        logprobs=jnp.zeros((batch, num_slots), jnp.float32) if want_logprobs else None,
         window=None,
         pool=None if carried is None else carried.pool,
         successors=None if carried is None else carried.successors,
@@ -254,9 +257,9 @@ def _prefill(
             num_parts = -(-jnp.minimum(end - first, chunk) // head_chunk)
             successors = lax.fori_loop(0, num_parts, read_successors, successors)
         if new_kv:
-            # Adds 0, or 1 to a place that no longer matters: known only after the last read of
-            # the cache, for XLA:CPU to write in place; see `publish`.
-            first += jnp.isnan(new_kv[-1][0][0, 0, 0, 0])
+            # Adds 0, which XLA:CPU knows only after the last read of the cache, so that it
+            # writes in place; see `publish`.
+            first += jnp.isnan(new_kv[-1][0][0, 0, 0, 0]) & (index < 0)
 
         def write(slots, rows):
             return lax.dynamic_update_slice_in_dim(slots, rows, first, axis=2)

@@ -20,14 +20,17 @@ from jlookahead.checks import check_bool, check_int
 from jlookahead.forest import chain_parents
 from jlookahead.layout import Layout, build_layout
 from jlookahead.state import LOOKUP, POOL, Draft, PromptRead, RoundState
-from jlookahead.suffix_match import continuations, find_matches
+from jlookahead.suffix_match import (
+    LONGEST_DRAFT,
+    LONGEST_MATCH,
+    continuations,
+    draft_length,
+    find_matches,
+)
 from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
 
 # Prompt n-grams inserted at once; the insertion compares all pairs of them.
 _PROMPT_BLOCK = 32
-# A match of m tokens drafts 2 + 2m, up to this many; longer matches are not told apart.
-_LONGEST_LOOKUP = 16
-_LONGEST_MATCH = (_LONGEST_LOOKUP - 2) // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Lookahead:
         prompt_pool: whether the prompt and the emitted text feed the pool beside the
             trajectory.
         prompt_lookup: whether what followed the last occurrence of the current suffix is
-            drafted too, in up to 80% of the draft rows.
+            drafted too, first, in one candidate or up to 80% of them.
         pool_capacity: keys the pool can hold per batch row; 4 (G (N-1) + 3) bytes each.
         reference: reproduce the official implementation: the window warms up over N-2
             rounds from W+N-3 seeds, a full match earns no bonus token, and prompt lookup has
@@ -70,7 +73,7 @@ class Lookahead:
         """Chains that prompt lookup may link into one; 0 if it is off."""
         if self.reference or not self.prompt_lookup:
             return 0
-        wanted = -(-_LONGEST_LOOKUP // (self.ngram - 1))
+        wanted = -(-LONGEST_DRAFT // (self.ngram - 1))
         return max(1, min(wanted, self.candidates * 4 // 5))
 
     @property
@@ -183,9 +186,9 @@ class Lookahead:
         if not self.max_linked:
             nothing = jnp.zeros((len(num_linked), num_rows), jnp.int32)
             return nothing, nothing.astype(bool), num_linked
-        starts, match_len = find_matches(state.tokens, state.length, _LONGEST_MATCH, 1)
+        starts, match_len = find_matches(state.tokens, state.length, LONGEST_MATCH, 1)
         tokens, exists = continuations(state.tokens, state.length, starts, num_rows)
-        wanted = jnp.select([match_len == 0, match_len == 1], [0, 3], 2 + 2 * match_len)
+        wanted = draft_length(match_len)
         # A chain's rows are there, whether a part of them is wanted or all.
         num_linked = jnp.minimum(-(-wanted[:, 0] // size), self.max_linked)
         exists = exists[:, 0] & (jnp.arange(num_rows) < size * num_linked[:, None])

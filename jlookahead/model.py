@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -246,6 +246,8 @@ class Attention(nn.Module):
         q = _rotate(project("q_proj", cfg.num_attention_heads), cos, sin)
         k = _rotate(project("k_proj", cfg.num_key_value_heads), cos, sin)
         v = project("v_proj", cfg.num_key_value_heads)
+        # A row that must not be seen has weight 0, but 0 times infinity would be seen.
+        v = jnp.where(jnp.isfinite(v), v, 0)
         group = cfg.num_attention_heads // cfg.num_key_value_heads
         q = q.reshape(batch, cfg.num_key_value_heads, group, num_rows, cfg.head_dim)
         out = _attend(q, k, v, workspace_mask, keys, values, lengths)
@@ -342,6 +344,10 @@ class LlamaModel:
 
     def check_params(self, params: Params) -> None:
         """Raises `ValueError` naming the first parameter that is not as the config wants it."""
+        if not isinstance(params, Mapping):
+            raise ValueError(
+                f"params: got a {type(params).__name__}, allowed is a nested dict of arrays"
+            )
         expected, given = _expected_leaves(self.config), _leaves(params)
         for name, (shape, dtype) in expected.items():
             if name not in given:

@@ -224,7 +224,7 @@ def on_device(
         allowed[eos_ids[eos_ids >= 0]] = False
         if not allowed.any():
             raise ValueError(
-                f"min_new_tokens: got {min_new_tokens}, but processors allow EOS ids only"
+                f"min_new_tokens: got {min_new_tokens}, but no token is allowed beside EOS ids"
             )
         num = np.asarray(min_new_tokens, np.int32)
         prepared.append(_MinNewTokens(*jax.device_put((num, eos_ids))))

@@ -59,25 +59,29 @@ def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
     """
     if isinstance(prompt, Mapping):
         rows, is_batch = _split_masked(prompt)
-    elif _is_text(prompt):
+    elif _is_text_or_chat(prompt):
         rows, is_batch = [prompt], False
-    elif isinstance(prompt, list | tuple) and any(map(_is_text, prompt)):
+    elif isinstance(prompt, list | tuple) and any(map(_is_text_or_chat, prompt)):
         rows, is_batch = list(prompt), True
-        if not all(map(_is_text, rows)):
+        if not all(map(_is_text_or_chat, rows)):
             raise ValueError("prompt: got a batch of texts and ids, must be all of one kind")
     else:
         rows, is_batch = _split_ids(prompt)
-    if any(map(_is_text, rows)):
+    if any(map(_is_text_or_chat, rows)):
         if tokenizer is None:
             raise ValueError("prompt: got text, needs a tokenizer (tokenizer=lm.tokenizer) or ids")
         rows = [encode(tokenizer, row) for row in rows]
+    if not rows:
+        raise ValueError("prompt: got a batch of no rows, needs at least one")
     return [_check_ids(row, i, vocab_size) for i, row in enumerate(rows)], is_batch
 
 
-def _is_text(value: object) -> bool:
+def _is_text_or_chat(value: object) -> bool:
     if isinstance(value, str):
         return True
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) for m in value)
+    if not isinstance(value, list | tuple):
+        return False
+    return bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def _split_ids(prompt: Prompt) -> tuple[list[Any], bool]:

@@ -24,14 +24,12 @@ from jlookahead.forest import ancestry, rank_tree
 from jlookahead.layout import Layout, build_layout
 from jlookahead.state import LOOKUP, RECYCLED, Draft, PromptRead, RoundState
 from jlookahead.successors import NO_TOKEN, init_successors, record, top_tokens
-from jlookahead.suffix_match import find_matches
+from jlookahead.suffix_match import LONGEST_DRAFT, LONGEST_MATCH, draft_length, find_matches
 from jlookahead.window import Window, advance, spread_over_prompt
 
 # How often the successor of each rank was right, on SmolLM2.
 RANK_PROBABILITIES = (0.40, 0.13, 0.07, 0.045, 0.03, 0.02, 0.015, 0.01)
 _LOOKUP_SHARE = 0.8
-_LONGEST_CHAIN = 16
-_LONGEST_MATCH = (_LONGEST_CHAIN - 2) // 2
 _NUM_MATCHES = 4
 _ROWS_PER_COLUMN = 6
 
@@ -65,7 +63,7 @@ class Recycling:
     @property
     def layout(self) -> Layout:
         parents, _ = rank_tree(self.num_drafts, RANK_PROBABILITIES)
-        deepest = max(_LONGEST_CHAIN, _depth(parents))
+        deepest = max(LONGEST_DRAFT, _depth(parents))
         return build_layout(
             window=self.num_columns,
             num_drafts=self.num_drafts,
@@ -112,9 +110,8 @@ class Recycling:
     def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Chains one after another: tokens `[B, R]`, which of them start one, and how many
         rows they take `[B]`."""
-        starts, match_len = find_matches(state.tokens, state.length, _LONGEST_MATCH, _NUM_MATCHES)
-        wanted = jnp.select([match_len == 0, match_len == 1], [0, 3], 2 + 2 * match_len)
-        wanted = jnp.minimum(wanted, state.length[:, None] - starts)
+        starts, match_len = find_matches(state.tokens, state.length, LONGEST_MATCH, _NUM_MATCHES)
+        wanted = jnp.minimum(draft_length(match_len), state.length[:, None] - starts)
         ends = jnp.minimum(jnp.cumsum(wanted, axis=1), int(_LOOKUP_SHARE * self.num_drafts))
         row = jnp.arange(self.num_drafts)
         chain = (row >= ends[..., None]).sum(axis=1)  # [B, R]

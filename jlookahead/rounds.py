@@ -110,7 +110,10 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
 
     length = state.length + num_emitted
     at_limit = jnp.where(length == state.limit, state.limit_reason, RUNNING)
-    at_end = jnp.where(jnp.take_along_axis(is_eos, first_end[:, None], axis=1)[:, 0], EOS, STOP)
+    at_end = jnp.int32(EOS)
+    if stop is not None:  # an EOS id may spell text, too
+        is_stop = jnp.take_along_axis(stop.is_complete, first_end[:, None], axis=1)[:, 0]
+        at_end = jnp.where(is_stop, STOP, EOS)
     reason = jnp.where(ends.any(axis=1), at_end, at_limit)
     kept = index < num_emitted[:, None]
     # A row that emits nothing writes into the slack at the end. That the slot is known only

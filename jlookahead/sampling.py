@@ -67,7 +67,7 @@ def select(
         if sampler.verify == "coupled":
             return jax.random.categorical(key, row_logits)
         test_key, rest_key = jax.random.split(key)
-        uniforms = jax.random.uniform(test_key, drafts.shape)
+        uniforms = jax.random.uniform(test_key, drafts.shape, jnp.float32)
         accepted, rest = try_drafts(row_logits, drafts, eligible, uniforms)
         return jnp.where(accepted >= 0, accepted, jax.random.categorical(rest_key, rest))
 

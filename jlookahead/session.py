@@ -25,7 +25,8 @@ from jlookahead.streaming import StreamedToken, stream_rounds
 class Session:
     """Calls of `generate` and `stream` on prompts that share a beginning, most often a chat.
 
-    Every prompt is the whole conversation, and every result is that of a fresh `generate`. One
+    Every prompt is the whole conversation, and every result is that of a fresh `generate` (with
+    `verify="residual"`, where the text depends on the drafts, one of the same law). One
     conversation at a time: a prompt that shares nothing with the last one starts from its
     first token.
 

@@ -119,7 +119,7 @@ def compile_stop_strings(
     )
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=2)  # they may be large
 def _token_table(
     strings: tuple[str, ...], tokenizer: Any, vocab_size: int, added: Hashable
 ) -> np.ndarray:

@@ -50,6 +50,16 @@ def find_matches(
     return jnp.concatenate(starts, axis=1), jnp.concatenate(lengths, axis=1)
 
 
+# A match drafts up to this many tokens; longer matches than reach it are not told apart.
+LONGEST_DRAFT = 16
+LONGEST_MATCH = (LONGEST_DRAFT - 2) // 2
+
+
+def draft_length(match_len: jax.Array) -> jax.Array:
+    """Tokens worth drafting behind a match of `match_len`: 2 + 2m, but 3 behind a single token."""
+    return jnp.select([match_len == 0, match_len == 1], [0, 3], 2 + 2 * match_len)
+
+
 def continuations(
     tokens: jax.Array, length: jax.Array, starts: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -61,7 +61,7 @@ def verify(
         num_accepted=jnp.zeros(batch, jnp.int32),
         emitted=jnp.zeros((batch, layout.max_emitted), jnp.int32),
         source=jnp.full((batch, layout.max_emitted), PLAIN, jnp.int8),
-        logprobs=jnp.zeros((batch, layout.max_emitted)) if want_logprobs else None,
+        logprobs=jnp.zeros((batch, layout.max_emitted), jnp.float32) if want_logprobs else None,
         path=jnp.zeros((batch, layout.max_emitted + 1), jnp.int32),
     )
 

@@ -140,6 +140,15 @@ def test_refusals(prompt, tokens, options, message):
     assert count[0] == 0
 
 
+def test_a_minimum_that_the_context_does_not_hold():
+    """The rest of the law still counts: no EOS id is ever plain decoding's choice."""
+    prompt, cfg = [1] * (TINY.max_position_embeddings - 2), jl.Config(model=TINY)
+    params = tiny_params(0)
+    first = jl.audit(params, prompt, [5], cfg).choices[0]
+    cfg = dataclasses.replace(cfg, eos_token_ids=(first,), min_new_tokens=8)
+    assert jl.audit(params, prompt, [first, 5], cfg).is_choice[0] is False
+
+
 def test_residual_sampling_has_no_single_choice():
     residual = jl.Sampling(temperature=1.0, verify="residual")
     with pytest.raises(ValueError, match="verify: got 'residual'"):

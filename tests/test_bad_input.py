@@ -57,6 +57,8 @@ MASKED = {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1, 1]]}
         (["text", [1, 2]], "all of one kind"),
         ([[1, 2], [[3]]], "row 1 has shape"),
         ([True, False], "integer ids"),
+        (np.zeros((0, 5), int), "got a batch of no rows"),
+        (({"role": "user", "content": "a"},), "needs a tokenizer"),
         ({"input_ids": [[1, 2]]}, "got a mapping with"),
         ({"attention_mask": [[1, 1]]}, "got a mapping with"),
         ({**MASKED, "position_ids": [[0, 1, 2]]}, "position_ids"),
@@ -75,6 +77,21 @@ def test_prompts(prompt, message):
     with count_compilations() as count, pytest.raises(ValueError, match=message):
         jl.generate(params, prompt, jl.Config(model=TINY))
     assert count[0] == 0
+
+
+def test_params_must_be_parameters():
+    """Most likely of all mistakes: the loaded model in their place."""
+    lm = jl.load()
+    with pytest.raises(ValueError, match="params: got a LoadedModel, allowed is a nested dict"):
+        jl.generate(lm, [1, 2, 3], lm.make_config())
+
+
+def test_numbers_may_be_numpys():
+    plain = jl.Config(model=TINY, sampling=jl.Sampling(0.5, seed=3), max_new_tokens=5)
+    sampling = jl.Sampling(np.float32(0.5), seed=np.int64(3))
+    cfg = jl.Config(model=TINY, sampling=sampling, max_new_tokens=np.int32(5))
+    params = tiny_params(0)
+    assert jl.generate(params, [1], cfg).tokens == jl.generate(params, [1], plain).tokens
 
 
 class Unhashable:
@@ -139,7 +156,8 @@ def nothing(logits, context):
     [
         ({"max_new_tokens": 1022}, "max_new_tokens: got 1022 after a prompt of 3 tokens"),
         ({"max_new_tokens": 10**12}, "max_new_tokens: got 1000000000000"),
-        ({"cache_len": 2}, "cache_len: got 2, the prompt alone has 3"),
+        ({"cache_len": 2}, r"cache_len: got 2, allowed are 3 \(the longest prompt\) to 1024"),
+        ({"cache_len": 1025}, "cache_len: got 1025, allowed are 3"),
         ({"eos_token_ids": (97,)}, "eos_token_ids: got 97"),
         ({"stop_strings": ("a",)}, "stop_strings: got .* without tokenizer="),
         (of(BannedTokens((97,))), "processors: BannedTokens: ids: got 97, .* 0 to 96"),
@@ -158,7 +176,7 @@ def nothing(logits, context):
         (of(BannedTokens((1,)), AllowedTokens((1,))), "allow no token at all"),
         (
             {**of(AllowedTokens((1,))), "min_new_tokens": 2, "eos_token_ids": (1,)},
-            "min_new_tokens: got 2, but processors allow EOS ids only",
+            "min_new_tokens: got 2, but no token is allowed beside EOS ids",
         ),
         (of(first_row_only), r"first_row_only: returned float32\[97\], must be float32\[1, 97\]"),
         (of(halved), r"halved: returned bfloat16\[1, 97\], must be float32"),

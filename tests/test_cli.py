@@ -13,6 +13,7 @@ import time
 
 import checkpoints as files
 import golden
+import jax
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -218,6 +219,8 @@ def test_logprobs_are_the_librarys(lm):
 
 
 def test_a_budget_of_zero():
+    assert invoke_json("--max-new-tokens", "0")["logprobs"] is None
+    assert invoke_json("--max-new-tokens", "0", "--logprobs")["logprobs"] == []
     output = invoke_json("--max-new-tokens", "0")
     assert (output["token_ids"], output["num_rounds"], output["finish_reason"]) == ([], 0, "length")
 
@@ -417,6 +420,16 @@ def test_a_closed_pipe_ends_quietly():
     os.close(write)
     assert process.returncode == 1
     assert process.stderr == ""
+
+
+def test_a_failing_device_is_status_3(monkeypatch):
+    def fail(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore lines")
+
+    monkeypatch.setattr(runs, "stream", fail)
+    result = invoke()
+    assert result.exit_code == 3
+    assert result.stderr == "error: the device failed: RESOURCE_EXHAUSTED: out of memory\n"
 
 
 def test_ctrl_c_is_status_130(monkeypatch):

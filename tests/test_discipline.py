@@ -162,7 +162,7 @@ def test_prefill_writes_the_cache_in_place():
         cfg = jl.Config(model=TINY, strategy=STRATEGIES[0], max_new_tokens=max_new_tokens)
         call = prepare(params, [[1, 2, 3]], cfg)
         sizes = (call.prefill_chunk, call.want_logprobs)
-        args = (call.model, call.strategy, sizes, params, call.arrays, None, None)
+        args = (call.model, call.strategy, *sizes, params, call.arrays, None, None)
         compiled = decoding._start.lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes, call.num_slots
 

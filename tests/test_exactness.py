@@ -364,3 +364,25 @@ def test_a_round_does_not_change_its_input():
     before = jax.tree.map(np.array, state)
     decode_round(model, strategy, params, state)
     jax.tree.map(np.testing.assert_array_equal, before, state)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_rows_that_must_not_be_seen_may_hold_any_number(number):
+    """0 times infinity is no 0, and float16 reaches infinity."""
+    config, bad = dataclasses.replace(TINY, tie_word_embeddings=False), 63
+    params = tiny_params(0, config)
+    params["embed_tokens"]["weight"] = params["embed_tokens"]["weight"].at[bad].set(number)
+    prompts = [[5, 6, 7, 8, 9], [1, 2, 3]]
+    cfg = jl.Config(model=config, max_new_tokens=30)
+    expected = plain(params, prompts, cfg).tokens
+    assert len(set(expected[0])) > 3 and bad not in expected[0] + expected[1]
+    # The padding behind a prompt, and another row of the batch.
+    padded = dataclasses.replace(cfg, pad_token_id=bad)
+    assert plain(params, prompts, padded).tokens == expected
+    assert plain(params, [[bad] * 9, *prompts], cfg).tokens[1:] == expected
+    # The window.
+    strategy = jl.Lookahead(4, 3, 2, reference=True)
+    seeded = dataclasses.replace(cfg, strategy=strategy)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        *_, (state, _) = jl.iter_rounds(params, prompt, seeded, [bad] * strategy.num_seeds)
+        assert state.tokens[0, len(prompt) : state.length[0]].tolist() == tokens

@@ -167,7 +167,7 @@ def test_the_next_prefill_writes_in_place():
         call = prepare(params, [1, 2, 4, 5], cfg, num_reused=2, min_slots=slots)
         carried = decoding.Carried(before.cache, before.pool, None)
         sizes = call.prefill_chunk, call.want_logprobs
-        arguments = (call.model, strategy, sizes, params, call.arrays, None, carried)
+        arguments = (call.model, strategy, *sizes, params, call.arrays, None, carried)
         return decoding._start.lower(*arguments).compile(), carried
 
     program, carried = compiled(1000)

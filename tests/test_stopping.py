@@ -246,6 +246,8 @@ def run_cycle(prompt: str, cycle: str = LETTERS, **options) -> jl.Result:
     [
         ({"stop_strings": ("fg",), "eos": "e"}, "bcde", "eos"),
         ({"stop_strings": ("cd",), "eos": "e"}, "b", "stop"),
+        # An EOS id that is a letter completes the stop string.
+        ({"stop_strings": ("de",), "eos": "e"}, "bc", "stop"),
         ({"stop_strings": ("cd", "e"), "eos": "f"}, "b", "stop"),
         # The budget ends on the stop string's last token, and one token before.
         ({"stop_strings": ("fg",), "max_new_tokens": 6}, "bcde", "stop"),

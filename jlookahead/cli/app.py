@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import jax
 import typer
 from typer.core import TyperGroup
 
@@ -24,9 +25,12 @@ class Commands(TyperGroup):
         except (OSError, ValueError) as error:
             typer.echo(f"error: {_describe(error)}", err=True)
             raise typer.Exit(2) from None
+        except jax.errors.JaxRuntimeError as error:  # out of memory, most often
+            typer.echo(f"error: the device failed: {_describe(error)}", err=True)
+            raise typer.Exit(3) from None
 
 
-def _describe(error: OSError | ValueError) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -67,7 +71,8 @@ def _options(
 def main() -> None:
     """Runs the command line.
 
-    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 130 (Ctrl-C).
+    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 3 (the device
+    failed), 130 (Ctrl-C).
     """
     exit_on_interrupt()
     app()

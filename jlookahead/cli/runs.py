@@ -30,12 +30,14 @@ class Run:
         compile_seconds: until the programs were compiled; includes one prefill.
         seconds: the generation on compiled programs, from prompt to last token; a short one
             without streaming.
+        has_logprobs: whether the tokens have log-probabilities.
     """
 
     strategy: str
     streamed: Sequence[StreamedToken]
     compile_seconds: float
     seconds: float
+    has_logprobs: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -62,12 +64,11 @@ class Run:
         """The fields of the JSON output; `text` is None if the model has no tokenizer, `logprobs`
         if they were not asked for."""
         pieces = [token.text or "" for token in self.streamed]
-        logprobs = [token.logprob for token in self.streamed]
         return {
             "strategy": self.strategy,
             "text": "".join(pieces) if has_text else None,
             "token_ids": self.token_ids,
-            "logprobs": None if None in logprobs else logprobs,
+            "logprobs": [t.logprob for t in self.streamed] if self.has_logprobs else None,
             "num_rounds": self.num_rounds,
             "tokens_per_round": self.tokens_per_round,
             "finish_reason": self.finish_reason,
@@ -106,4 +107,4 @@ def measure(
         start = time.perf_counter()
         generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
         seconds = time.perf_counter() - start
-    return Run(strategy, streamed, compile_seconds, seconds)
+    return Run(strategy, streamed, compile_seconds, seconds, cfg.logprobs)
