@@ -3,6 +3,7 @@ exactly the output of plain decoding."""
 
 from jlookahead import processors
 from jlookahead.auditing import Audit, audit
+from jlookahead.auto import Auto
 from jlookahead.checkpoints import Defaults, LoadedModel, load
 from jlookahead.config import Config, Sampling
 from jlookahead.decoding import Result, generate, iter_rounds
@@ -16,11 +17,13 @@ from jlookahead.session import Session
 from jlookahead.state import RoundInfo, RoundState
 from jlookahead.strategy import Autoregressive, Strategy
 from jlookahead.streaming import StreamedToken, stream
+from jlookahead.tuning import tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
+    "Auto",
     "Autoregressive",
     "Config",
     "Defaults",
@@ -47,4 +50,5 @@ __all__ = [
     "load",
     "processors",
     "stream",
+    "tune",
 ]

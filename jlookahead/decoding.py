@@ -206,6 +206,7 @@ def _start(
         pool=None if carried is None else carried.pool,
         successors=None if carried is None else carried.successors,
         block=None,
+        matches=None,
         prompt_len=arrays.prompt_len,
         limit=arrays.limit,
         limit_reason=arrays.limit_reason,

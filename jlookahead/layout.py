@@ -59,6 +59,8 @@ class Layout:
         num_jacobi: J.
         max_accepted: most draft tokens one round may accept, `M - 1`; at least the depth of
             any forest a proposer makes, unless it caps acceptance.
+        draft_sizes: numbers of leading draft rows that a round can compute, rising, the last
+            one R. A round takes the least that holds every valid draft.
     """
 
     rows: np.ndarray
@@ -69,6 +71,7 @@ class Layout:
     num_drafts: int
     num_jacobi: int
     max_accepted: int
+    draft_sizes: tuple[int, ...]
 
     @property
     def num_rows(self) -> int:
@@ -118,6 +121,7 @@ def build_layout(
     num_drafts: int = 0,
     max_accepted: int = 0,
     warm_up: bool = False,
+    draft_sizes: tuple[int, ...] = (),
 ) -> Layout:
     """Builds the tables.
 
@@ -129,6 +133,7 @@ def build_layout(
         warm_up: whether to build the official fill stages 0..N-2 instead of the steady one.
             At stage s, levels 0..s are filled and hold W+N-2-s columns each, the ordinary
             row standing in for column 0 of level 0.
+        draft_sizes: smaller numbers of draft rows that a round may compute, rising.
     """
     last = ngram - 2
     stages = range(last + 1) if warm_up else [last]
@@ -174,6 +179,7 @@ def build_layout(
         num_drafts=num_drafts,
         num_jacobi=num_jacobi,
         max_accepted=max_accepted,
+        draft_sizes=(*draft_sizes, num_drafts),
     )
 
 

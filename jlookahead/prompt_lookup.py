@@ -47,7 +47,7 @@ class PromptLookup:
     @property
     def layout(self) -> Layout:
         size = self.num_draft_tokens
-        return build_layout(num_drafts=self.candidates * size, max_accepted=size)
+        return build_layout(num_drafts=self.candidates * size, max_accepted=size, draft_sizes=(0,))
 
     @property
     def num_successors(self) -> int:

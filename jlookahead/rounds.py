@@ -13,6 +13,7 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jlookahead.buffers import write_rows
 from jlookahead.layout import Layout, at_stage, place
@@ -41,11 +42,7 @@ def decode_round(
         rows = pack(layout, state, draft)
         chex.assert_shape([rows.tokens, rows.positions], (len(state.length), layout.num_rows))
     with jax.named_scope("forward"):
-        hidden, new_kv = model.forward(
-            params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
-        )
-        wanted = jnp.take_along_axis(hidden, rows.logit_rows[..., None], axis=1)
-        logits = model.logits(params, wanted)
+        logits, new_kv = forward(model, layout, params, state, draft, rows)
         chex.assert_shape(logits, (*rows.logit_rows.shape, model.vocab_size))
         chex.assert_type(logits, jnp.float32)
     with jax.named_scope("verify"):
@@ -88,6 +85,46 @@ def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
         mask=mask,
         logit_rows=jnp.broadcast_to(logit_rows, (batch, logit_rows.shape[1])),
     )
+
+
+def forward(
+    model: TargetModel,
+    layout: Layout,
+    params: Params,
+    state: RoundState,
+    draft: Draft,
+    rows: PackedRows,
+) -> tuple[jax.Array, KVRows]:
+    """Runs the network on the rows that hold something: the least of `layout.draft_sizes`.
+
+    Returns logits `[B, 1 + R + J, V]` and new K/V of all Q rows; zeros for rows not computed.
+    """
+
+    def run(num_drafts: int) -> tuple[jax.Array, KVRows]:
+        left_out = layout.num_drafts - num_drafts
+        used = slice(layout.num_rows - left_out)
+        hidden, new_kv = model.forward(
+            params,
+            rows.tokens[:, used],
+            rows.positions[:, used],
+            rows.mask[:, used, used],
+            state.cache,
+            state.length - 1,
+        )
+        first, last = 1 + num_drafts, 1 + layout.num_drafts
+        wanted = jnp.concatenate([rows.logit_rows[:, :first], rows.logit_rows[:, last:]], axis=1)
+        logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
+        computed = jnp.pad(logits[:, :first], [(0, 0), (0, left_out), (0, 0)])
+        new_kv = jax.tree.map(
+            lambda new: jnp.pad(new, [(0, 0), (0, 0), (0, left_out), (0, 0)]), new_kv
+        )
+        return jnp.concatenate([computed, logits[:, first:]], axis=1), new_kv
+
+    last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
+    num_needed = jnp.where(state.done, 0, last_valid).max()
+    branches = [functools.partial(run, size) for size in layout.draft_sizes]
+    which = jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
+    return lax.switch(which, branches)
 
 
 def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundState, jax.Array]:

@@ -35,6 +35,14 @@ class Block:
 
 
 @flax.struct.dataclass
+class MatchRecord:
+    """How often the token behind a match of 0, 1, ... tokens was right; the youngest count most."""
+
+    right: jax.Array  # [B, C] float32
+    total: jax.Array  # [B, C] float32
+
+
+@flax.struct.dataclass
 class RoundState:
     """Everything a generation carries from round to round, per batch row where it can differ.
 
@@ -54,6 +62,7 @@ class RoundState:
     pool: NgramPool | None
     successors: jax.Array | None  # [B, V, K] int32, see `recycling.py`
     block: Block | None
+    matches: MatchRecord | None
     # constant through a call
     prompt_len: jax.Array  # [B] int32
     limit: jax.Array  # [B] int32, length at which the row stops

@@ -22,6 +22,10 @@ TINY = jl.ModelConfig(
 )
 
 
+# Drafts are so cheap that all that are found are worth it.
+EAGER_AUTO = jl.Auto(((1, 1.0), (4, 1.01), (10, 1.02)))
+
+
 @functools.lru_cache(maxsize=8)
 def tiny_params(seed: int, config: jl.ModelConfig = TINY):
     """Random weights, large enough that greedy text is neither constant nor near a tie."""

@@ -15,6 +15,7 @@ import checkpoints as files
 import golden
 import jax
 import pytest
+from models import EAGER_AUTO
 from typer.testing import CliRunner, Result
 
 import jlookahead as jl
@@ -160,6 +161,7 @@ def test_autoregressive_takes_a_round_per_token(expected):
     [
         (["--strategy", "jacobi", "--block", "5"], jl.Jacobi(5)),
         (["--strategy", "recycling", "--rows", "9"], jl.Recycling(9)),
+        (["--strategy", "auto"], EAGER_AUTO),
         (
             ["--strategy", "prompt-lookup", "--max-ngram", "2"]
             + ["--num-draft-tokens", "4", "--candidates", "2"],
@@ -167,7 +169,8 @@ def test_autoregressive_takes_a_round_per_token(expected):
         ),
     ],
 )
-def test_strategies_by_name(lm, expected, options, strategy):
+def test_strategies_by_name(lm, expected, options, strategy, monkeypatch):
+    monkeypatch.setattr(strategies, "tune", lambda params, config: EAGER_AUTO)
     output = invoke_json(*options)
     cfg = lm.make_config(strategy=strategy, max_new_tokens=BUDGET)
     out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)

@@ -126,7 +126,7 @@ def test_a_generation_is_two_dispatches(monkeypatch):
 
 
 @pytest.mark.parametrize("prompts", BATCHES, ids=["one", "batch"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["plain", "lookahead"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, jl.Auto()], ids=["plain", "lookahead", "auto"])
 def test_the_cache_is_written_in_place(strategy, prompts):
     compiled, state = compile_round_loop(strategy, prompts)
     shape = ",".join(map(str, state.cache.keys[0].shape))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
-from models import TINY, LeakProbe, SuccessorTable, plain, tiny_params
+from models import EAGER_AUTO, TINY, LeakProbe, SuccessorTable, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead.call import prepare
@@ -56,6 +56,8 @@ SHAPES = [
     (jl.Recycling(8), 3),
     (jl.Recycling(16), 1),
     (jl.Recycling(40), 2),
+    (EAGER_AUTO, 1),
+    (EAGER_AUTO, 3),
     (jl.Autoregressive(), 4),
 ]
 
@@ -172,6 +174,7 @@ def test_plain_decoding_equals_hf_generate(kv_heads, tied):
         jl.PromptLookup(candidates=3, num_draft_tokens=4),
         jl.Jacobi(6),
         jl.Recycling(20),
+        EAGER_AUTO,
     ],
 )
 def test_committed_cache_equals_a_fresh_prefill_after_every_round(strategy):
@@ -243,6 +246,7 @@ strategies = (
     jl.PromptLookup(),
     jl.Jacobi(3),
     jl.Recycling(9),
+    jl.Auto(((1, 1.0), (4, 1.0))),
 )
 for strategy in strategies:
     for sampling in (jl.Sampling(), jl.Sampling(temperature=0.7, top_k=9, top_p=0.9)):
@@ -266,6 +270,7 @@ for strategy in strategies:
         jl.Jacobi(7),
         jl.Recycling(5),
         jl.Recycling(40),
+        EAGER_AUTO,
     ],
     ids=str,
 )

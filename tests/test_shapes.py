@@ -21,6 +21,7 @@ STRATEGIES = [
     jl.PromptLookup(2, 3, 2),
     jl.Jacobi(4),
     jl.Recycling(6),
+    jl.Auto(),
 ]
 SAMPLINGS = [
     jl.Sampling(),

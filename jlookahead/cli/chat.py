@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jlookahead.cli import options
 from jlookahead.cli.runs import Run
-from jlookahead.cli.strategies import LOOKAHEAD, make_strategy
+from jlookahead.cli.strategies import LOOKAHEAD, make_strategy, measured
 from jlookahead.config import Sampling
 from jlookahead.session import Session
 
@@ -51,6 +51,8 @@ def chat(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     with Console(stderr=True).status("Loading") as status:
         lm = options.load_showing(model, dtype, status.update)
+        status.update("Measuring this device")
+        drafts = measured(drafts, lm)
     if not getattr(lm.tokenizer, "chat_template", None):
         raise ValueError(f"model: {model} has no chat template, see jlookahead generate")
     cfg = lm.make_config(strategy=drafts, sampling=sampling, max_new_tokens=max_new_tokens)

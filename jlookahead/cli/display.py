@@ -22,6 +22,7 @@ TITLES = {
     "prompt-lookup": "prompt lookup",
     "jacobi": "Jacobi",
     "recycling": "recycling",
+    "auto": "auto",
 }
 ACCEPTED = "green"
 _OWN_SOURCES = ("plain", "bonus")  # the model's own tokens, not drafts

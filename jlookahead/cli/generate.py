@@ -18,7 +18,7 @@ from jlookahead.auditing import Audit, audit, check_sampling
 from jlookahead.cli import display, options, runs
 from jlookahead.cli.prompt_options import encode_prompt, read_prompt
 from jlookahead.cli.runs import Run
-from jlookahead.cli.strategies import LOOKAHEAD, PLAIN, make_strategy
+from jlookahead.cli.strategies import LOOKAHEAD, PLAIN, make_strategy, measured
 from jlookahead.config import Sampling
 from jlookahead.processors import (
     FrequencyPenalty,
@@ -132,6 +132,8 @@ def generate(
     with Console(stderr=True).status("Loading") as status:
         lm = options.load_showing(model, dtype, status.update)
         ids = encode_prompt(text_or_ids, lm, raw)
+        status.update("Measuring this device")
+        known[strategy] = measured(known[strategy], lm)
         configs = {
             name: lm.make_config(
                 strategy=known[name],

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from jlookahead.auto import Auto
 from jlookahead.jacobi import Jacobi
 from jlookahead.lookahead import Lookahead
 from jlookahead.prompt_lookup import PromptLookup
 from jlookahead.recycling import Recycling
 from jlookahead.strategy import Autoregressive, Strategy
+from jlookahead.tuning import tune
 
-PLAIN, LOOKAHEAD = "autoregressive", "lookahead"
+if TYPE_CHECKING:
+    from jlookahead.checkpoints import LoadedModel
+
+PLAIN, LOOKAHEAD, AUTO = "autoregressive", "lookahead", "auto"
 
 _KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {
     LOOKAHEAD: (Lookahead, ("window", "ngram", "candidates")),
     "prompt-lookup": (PromptLookup, ("max_ngram", "num_draft_tokens", "candidates")),
     "recycling": (Recycling, ("rows",)),
     "jacobi": (Jacobi, ("block",)),
+    AUTO: (Auto, ()),
     PLAIN: (Autoregressive, ()),
 }
 NAMES = tuple(_KNOWN)
@@ -41,6 +49,11 @@ def make_strategy(name: str, **options: int | None) -> Strategy:
                 f"{option}: is an option of {' and '.join(owners)}, got strategy {name}"
             )
     return strategy(**given)
+
+
+def measured(strategy: Strategy, lm: LoadedModel) -> Strategy:
+    """The strategy with what it needs to know of the device and the model."""
+    return tune(lm.params, lm.config) if isinstance(strategy, Auto) else strategy
 
 
 def defaults_of(option: str) -> dict[str, int]:
