@@ -6,7 +6,8 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_python_blocks_run(capsys):
+def test_python_blocks_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where costs are kept
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) > 3
     namespace: dict = {}
