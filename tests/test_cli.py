@@ -19,6 +19,7 @@ from models import EAGER_AUTO
 from typer.testing import CliRunner, Result
 
 import jlookahead as jl
+from jlookahead import tuning
 from jlookahead.cli import app, prompt_options, runs, strategies
 from jlookahead.cli.generate import generate as command
 from jlookahead.processors import FrequencyPenalty, PresencePenalty, RepetitionPenalty
@@ -316,6 +317,32 @@ def test_chat_errors_are_one_line_and_status_2(arguments, words):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert words in result.stderr
+
+
+# Tuning
+
+
+def test_tune(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    steep = {1: 1.0, 2: 1.5, 4: 1.6, 8: 2.0, 16: 4.0, 32: 8.0, 64: 16.0, 128: 32.0}
+    flat = {**dict.fromkeys(steep, 1.1), 1: 1.0}
+    for curve, words in ((steep, "windows and trees cost more"), (flat, "Recycling(rows=56), or")):
+        monkeypatch.setattr(
+            tuning,
+            "measure_costs",
+            lambda model, params, rows=(1, 8), curve=curve: tuple((n, curve[n]) for n in rows),
+        )
+        shown = CliRunner().invoke(app, ["tune"])
+        assert shown.exit_code == 0, shown.output
+        assert f"{curve[64]:.2f}" in shown.stdout and words in " ".join(shown.stdout.split())
+        output = json.loads(CliRunner().invoke(app, ["tune", "--json"]).stdout)
+        assert output["costs"][-1] == [128, curve[128]]
+        assert output["expected_speed"]["Recycling(rows=32)"] == pytest.approx(
+            2.8 / curve[32], abs=1e-3
+        )
+        assert ("Recycling" in output["recommended"]) == (curve is flat)
+        (file,) = tmp_path.glob("*/*")
+        file.unlink()
 
 
 # Text

@@ -12,6 +12,7 @@ import jlookahead
 from jlookahead.cli.chat import chat
 from jlookahead.cli.generate import generate
 from jlookahead.cli.interrupt import exit_on_interrupt
+from jlookahead.cli.tune import tune
 
 
 class Commands(TyperGroup):
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(tune)
 
 
 def _show_version(wanted: bool) -> None:
