@@ -118,8 +118,11 @@ class Auto:
         best = jnp.argmax(rates)
         return jnp.where(rates[best] > _MARGIN * plain_rate, jnp.asarray(drafting)[best], 0)
 
+    def read(self, logits: jax.Array) -> None:
+        return None
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: None
     ) -> RoundState:
         """Compares what lookup found with what came, drafted or not."""
         tokens, exists, match_len = self._look_up(before)

@@ -110,7 +110,7 @@ class Config:
             raise ValueError(message) from None
         if self.cache_len is not None:
             check_int("cache_len", self.cache_len, 1)
-        parts = ("layout", "num_successors", "start", "propose", "observe")
+        parts = ("layout", "num_successors", "start", "propose", "read", "observe")
         if isinstance(self.strategy, type) or not all(hasattr(self.strategy, p) for p in parts):
             raise ValueError(
                 f"strategy: got {self.strategy!r}, allowed is a strategy object such as "

@@ -67,15 +67,18 @@ class Jacobi:
             parents=jnp.broadcast_to(chain_parents(1, self.block), shape),
         )
 
+    def read(self, logits: jax.Array) -> jax.Array:
+        """The next sweep `[B, 1 + m]`: what the target holds likeliest after every row."""
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array
     ) -> RoundState:
         block = _block_of(before)
-        predicted = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # [B, 1 + m]
         num_emitted = after.length - before.length
         index = num_emitted[:, None] + jnp.arange(self.block)
         swept = Block(
-            tokens=jnp.take_along_axis(predicted, jnp.minimum(index, self.block), axis=1),
+            tokens=jnp.take_along_axis(reading, jnp.minimum(index, self.block), axis=1),
             remaining=block.remaining - num_emitted,
             num_sweeps=block.num_sweeps + 1,
         )

@@ -194,15 +194,18 @@ class Lookahead:
         exists = exists[:, 0] & (jnp.arange(num_rows) < size * num_linked[:, None])
         return tokens[:, 0], exists, num_linked
 
+    def read(self, logits: jax.Array) -> jax.Array:
+        """The window's new deepest level `[B, J]`."""
+        deepest = logits[:, 1 + self.layout.num_drafts :]
+        return jnp.argmax(deepest, axis=-1).astype(jnp.int32)
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array
     ) -> RoundState:
         active = ~before.done
         trajectory, pool = _memory(before)
-        deepest = logits[:, 1 + draft.tokens.shape[1] :]
-        predicted = jnp.argmax(deepest, axis=-1).astype(jnp.int32)
         keys, suffixes, valid = trajectory_ngrams(
-            trajectory, before.last_token, predicted, self.window
+            trajectory, before.last_token, reading, self.window
         )
         if self.prompt_pool:
             emitted = before.length[:, None] + jnp.arange(self.layout.max_emitted)
@@ -211,7 +214,7 @@ class Lookahead:
             keys, suffixes, valid = (jnp.concatenate(pair, axis=1) for pair in parts)
         return dataclasses.replace(
             after,
-            window=advance(trajectory, predicted, active),
+            window=advance(trajectory, reading, active),
             pool=ngram_pool.insert(pool, keys, suffixes, valid & active[:, None]),
         )
 

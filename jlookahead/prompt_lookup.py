@@ -72,7 +72,10 @@ class PromptLookup:
             parents=jnp.broadcast_to(parents, (batch, len(parents))),
         )
 
+    def read(self, logits: jax.Array) -> None:
+        return None
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: None
     ) -> RoundState:
         return after

@@ -136,8 +136,12 @@ class Recycling:
             tokens = jnp.concatenate([tokens[:, :1], grown], axis=1)
         return tokens[:, 1:], parents
 
+    def read(self, logits: jax.Array) -> jax.Array:
+        """The likeliest successors `[B, Q, K]`: of the ordinary row, drafts and columns."""
+        return top_tokens(logits, self.num_successors)
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array
     ) -> RoundState:
         """Records the successors of every computed row, and moves the window on.
 
@@ -145,7 +149,6 @@ class Recycling:
         """
         table, window = _memory(before)
         active = ~before.done
-        jacobi_logits = logits[:, 1 + self.num_drafts :]
         columns = window.tokens[:, 0].at[:, 0].set(before.last_token)
         tokens = jnp.concatenate([before.last_token[:, None], draft.tokens, columns], axis=1)
         depth = ancestry(draft.parents).sum(axis=2, dtype=jnp.int32)
@@ -154,11 +157,10 @@ class Recycling:
         num_rows = tokens.shape[1]
         priority = (num_rows - depth) * num_rows + num_rows - 1 - jnp.arange(num_rows)
         valid = jnp.pad(draft.valid, ((0, 0), (1, self.num_columns)), constant_values=True)
-        best = top_tokens(logits, self.num_successors)
         return dataclasses.replace(
             after,
-            successors=record(table, tokens, best, priority, valid & active[:, None]),
-            window=advance(window, jnp.argmax(jacobi_logits, axis=-1).astype(jnp.int32), active),
+            successors=record(table, tokens, reading, priority, valid & active[:, None]),
+            window=advance(window, reading[:, 1 + self.num_drafts :, 0], active),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import flax.struct
@@ -41,22 +42,11 @@ def decode_round(
     with jax.named_scope("pack"):
         rows = pack(layout, state, draft)
         chex.assert_shape([rows.tokens, rows.positions], (len(state.length), layout.num_rows))
-    with jax.named_scope("forward"):
-        logits, new_kv = forward(model, layout, params, state, draft, rows)
-        chex.assert_shape(logits, (*rows.logit_rows.shape, model.vocab_size))
-        chex.assert_type(logits, jnp.float32)
-    with jax.named_scope("verify"):
-        verdict = verify(
-            logits,
-            draft,
-            layout,
-            functools.partial(choose, state, draft),
-            want_logprobs=state.logprobs is not None,
-        )
+    verdict, new_kv, reading = compute(model, strategy, params, state, draft, rows)
     with jax.named_scope("publish"):
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, draft, logits)
+        after = strategy.observe(state, after, draft, reading)
     return after, _report(state, draft, verdict, num_emitted)
 
 
@@ -87,44 +77,57 @@ def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
     )
 
 
-def forward(
+def compute(
     model: TargetModel,
-    layout: Layout,
+    strategy: Strategy,
     params: Params,
     state: RoundState,
     draft: Draft,
     rows: PackedRows,
-) -> tuple[jax.Array, KVRows]:
-    """Runs the network on the rows that hold something: the least of `layout.draft_sizes`.
+) -> tuple[Verdict, KVRows, Any]:
+    """Forward pass and verification of the rows that hold something.
 
-    Returns logits `[B, 1 + R + J, V]` and new K/V of all Q rows; zeros for rows not computed.
+    The least of `layout.draft_sizes` is computed that holds every valid draft. Returns the verdict,
+    new K/V of all Q rows, zeros for those not computed, and what the strategy read in the logits.
     """
+    layout, batch = strategy.layout, len(state.length)
 
-    def run(num_drafts: int) -> tuple[jax.Array, KVRows]:
+    def run(num_drafts: int) -> tuple[Verdict, KVRows, Any]:
         left_out = layout.num_drafts - num_drafts
         used = slice(layout.num_rows - left_out)
-        hidden, new_kv = model.forward(
-            params,
-            rows.tokens[:, used],
-            rows.positions[:, used],
-            rows.mask[:, used, used],
-            state.cache,
-            state.length - 1,
-        )
+        kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
         first, last = 1 + num_drafts, 1 + layout.num_drafts
         wanted = jnp.concatenate([rows.logit_rows[:, :first], rows.logit_rows[:, last:]], axis=1)
-        logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
-        computed = jnp.pad(logits[:, :first], [(0, 0), (0, left_out), (0, 0)])
-        new_kv = jax.tree.map(
-            lambda new: jnp.pad(new, [(0, 0), (0, 0), (0, left_out), (0, 0)]), new_kv
-        )
-        return jnp.concatenate([computed, logits[:, first:]], axis=1), new_kv
+        with jax.named_scope("forward"):
+            hidden, new_kv = model.forward(
+                params,
+                rows.tokens[:, used],
+                rows.positions[:, used],
+                rows.mask[:, used, used],
+                state.cache,
+                state.length - 1,
+            )
+            logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
+            chex.assert_shape(logits, (batch, wanted.shape[1], model.vocab_size))
+            chex.assert_type(logits, jnp.float32)
+        with jax.named_scope("verify"):
+            verdict = verify(
+                logits,
+                kept,
+                layout,
+                functools.partial(choose, state, kept),
+                want_logprobs=state.logprobs is not None,
+            )
+
+        def padded(new: jax.Array) -> jax.Array:
+            return jnp.pad(new, [(0, 0), (0, 0), (0, left_out), (0, 0)])
+
+        return verdict, jax.tree.map(padded, new_kv), strategy.read(logits)
 
     last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
     num_needed = jnp.where(state.done, 0, last_valid).max()
     branches = [functools.partial(run, size) for size in layout.draft_sizes]
-    which = jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
-    return lax.switch(which, branches)
+    return lax.switch(jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed), branches)
 
 
 def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundState, jax.Array]:

@@ -7,7 +7,7 @@ rounds a text takes and never the text: the round verifies every draft token.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,16 @@ class Strategy(Protocol):
         """Fills the layout's forest with draft tokens."""
         ...
 
+    def read(self, logits: jax.Array) -> Any:
+        """What `observe` needs of a round's logits `[B, 1 + r + J, V]`: those of the ordinary row,
+        of the r draft rows that were computed, and of the window's deepest level.
+
+        Small arrays, of the same shape for every r of `layout.draft_sizes`, or None.
+        """
+        ...
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: Any
     ) -> RoundState:
         """Learns from a round.
 
@@ -49,8 +57,7 @@ class Strategy(Protocol):
             before: the state the round started from.
             after: the same with the round's tokens published.
             draft: what was verified.
-            logits: `[B, 1 + R + J, V]`, the target's own, of the ordinary row, the draft rows
-                and the window's deepest level.
+            reading: what `read` made of the round's logits.
 
         Returns:
             `after` with new proposer memory. Rows done before the round keep theirs.
@@ -82,7 +89,10 @@ class Autoregressive:
             parents=none,
         )
 
+    def read(self, logits: jax.Array) -> None:
+        return None
+
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, logits: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: None
     ) -> RoundState:
         return after
