@@ -126,6 +126,9 @@ def resolve_model(params: Params, cfg: Config, model: TargetModel | None) -> Tar
     if not isinstance(cfg, Config):
         raise ValueError(f"cfg: got {cfg!r}, allowed is a Config")
     if model is not None:
+        parts = ("vocab_size", "max_position_embeddings", "init_cache", "forward", "logits")
+        if isinstance(model, type) or not all(hasattr(model, part) for part in parts):
+            raise ValueError(f"model: got {model!r}, allowed is a TargetModel object")
         return model
     if cfg.model is None:
         raise ValueError("model: cfg.model is None, needs a ModelConfig or model=")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,10 @@ def check_int(name: str, value: Any, low: int, high: int = 2**31 - 1) -> None:
 
 
 def check_number(name: str, value: Any, allowed: str, low: float, high: float) -> None:
-    """Raises `ValueError` unless `value` is a finite number from `low` to `high`."""
+    """Raises `ValueError` unless `value` is a number from `low` to `high`, both finite."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
     is_number &= not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
+    if not is_number or not low <= value <= high:  # which NaN is not either
         raise ValueError(f"{name}: got {value!r}, allowed is {allowed}")
 
 

@@ -8,7 +8,7 @@ its leaves as arguments: a new number compiles nothing.
 
 If no token is left, every logit being -inf, the choice falls on some id of the vocabulary, not
 necessarily an allowed one. Where the processors of this module alone would do that, a call is a
-`ValueError`.
+`ValueError`. NaN and +inf make no law: what is chosen then is not said.
 
 Repetition penalty, bans and biases follow Hugging Face's `RepetitionPenaltyLogitsProcessor`,
 `SuppressTokensLogitsProcessor` and `SequenceBiasLogitsProcessor`; presence and frequency

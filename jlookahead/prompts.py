@@ -57,6 +57,8 @@ def to_rows(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[list[np.nd
         ValueError: nothing to read, an id outside the vocabulary, something not an id, text
             without a tokenizer, a mask that is not one of padding.
     """
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise ValueError(f"tokenizer: got {tokenizer!r}, allowed is a tokenizer of transformers")
     if isinstance(prompt, Mapping):
         rows, is_batch = _split_masked(prompt)
     elif _is_text_or_chat(prompt):

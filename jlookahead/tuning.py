@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import statistics
+import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -28,27 +30,56 @@ _CONTEXT = 256
 _PASSES, _SAMPLES = 4, 7
 
 
-def tune(params: Params, config: ModelConfig) -> Auto:
+def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
     """The strategy `Auto` with the costs of this model on this device.
 
     Takes some seconds the first time, and reads a file of the user's cache directory
-    (`$XDG_CACHE_HOME/jlookahead`, `~/.cache/jlookahead` by default) later.
+    (`$XDG_CACHE_HOME/jlookahead`, `~/.cache/jlookahead` by default) later. Warns where that
+    directory cannot be written.
+
+    Args:
+        params: of the model.
+        config: of the model.
+        refresh: measure again, for instance where the machine was busy the first time.
 
     Raises:
         ValueError: the parameters are not those of `config`.
     """
+    if not isinstance(config, ModelConfig):
+        name = type(config).__name__
+        raise ValueError(f"config: got a {name}, allowed is a ModelConfig such as lm.config")
     model = LlamaModel(config)
     model.check_params(params)
     file = _cache_dir() / f"costs-{_fingerprint(model)}.json"
+    kept = None if refresh else _read(file)
+    if kept is not None:
+        return kept
+    strategy = Auto(measure_costs(model, params))
     try:
-        return Auto(tuple((int(rows), float(cost)) for rows, cost in json.loads(file.read_text())))
-    except (OSError, ValueError, TypeError):  # not there, or not ours
-        costs = measure_costs(model, params)
+        _keep(file, json.dumps(strategy.costs))
+    except OSError as error:
+        warnings.warn(f"tune: costs are measured anew each time, {error}", stacklevel=2)
+    return strategy
+
+
+def _read(file: Path) -> Auto | None:
+    """What an earlier call kept; None if nothing is there, or nothing that makes sense."""
+    try:
+        return Auto(tuple(tuple(pair) for pair in json.loads(file.read_text())))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _keep(file: Path, text: str) -> None:
+    """Writes the file as a whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(costs))
-    unfinished.replace(file)
-    return Auto(costs)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as unfinished:
+        unfinished.write(text)
+    try:
+        os.replace(unfinished.name, file)
+    except OSError:
+        os.unlink(unfinished.name)
+        raise
 
 
 def measure_costs(
@@ -107,5 +138,5 @@ def _fingerprint(model: LlamaModel) -> str:
 
 
 def _cache_dir() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "jlookahead"

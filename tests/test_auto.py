@@ -205,13 +205,38 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     kept = ((1, 1.0), (5, 1.25))
     file.write_text(json.dumps(kept))
     assert jl.tune(params, TINY).costs == kept
-    for damaged in ("", "[[1, 1.0]]", "{}", "[1, 2]", "null"):
+    nonsense = ("[[1, 1.0], [Infinity, 2.0]]", "[" * 100_000, '[[1.9, 1.0], ["8", "2"]]')
+    for damaged in ("", "[[1, 1.0]]", "{}", "[1, 2]", "null", *nonsense):
         file.write_text(damaged)
         assert [rows for rows, _ in jl.tune(params, TINY).costs] == [1, 8, 32]
         assert json.loads(file.read_text()) != damaged
     other = dataclasses.replace(TINY, rms_norm_eps=1e-3)
     jl.tune(params, other)
     assert len(list(file.parent.iterdir())) == 2, "another model, another file"
+
+
+def test_costs_that_cannot_be_kept_are_still_there(tmp_path, monkeypatch):
+    params = tiny_params(0)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="tune: costs are measured anew each time"):
+        assert len(jl.tune(params, TINY).costs) == 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jl.tune(params, TINY)
+    (file,) = (tmp_path / "jlookahead").iterdir()
+    file.unlink()
+    file.mkdir()
+    with pytest.warns(UserWarning, match="measured anew"):
+        jl.tune(params, TINY)
+    assert list(file.parent.iterdir()) == [file], "nothing half-written is left"
+
+
+def test_tune_wants_the_model_s_configuration():
+    lm = jl.load()
+    with pytest.raises(ValueError, match="config: got a LoadedModel, allowed is a ModelConfig"):
+        jl.tune(lm.params, lm)
+    with pytest.raises(ValueError, match="params: "):
+        jl.tune(lm.params, TINY)
 
 
 def test_noise_never_makes_more_rows_cheaper(monkeypatch):

@@ -86,6 +86,23 @@ def test_params_must_be_parameters():
         jl.generate(lm, [1, 2, 3], lm.make_config())
 
 
+@pytest.mark.parametrize("argument", ["model", "tokenizer"])
+@pytest.mark.parametrize("value", [5, "x", jl.LlamaModel])
+def test_what_is_no_model_and_no_tokenizer(argument, value):
+    cfg, wrong = jl.Config(model=TINY), {argument: value}
+    for call in (jl.generate, jl.stream, jl.iter_rounds):
+        with pytest.raises(ValueError, match=f"{argument}: got"):
+            next(iter(call(tiny_params(0), [1], cfg, **wrong)))
+    with pytest.raises(ValueError, match=f"{argument}: got"):
+        jl.Session(tiny_params(0), cfg, **wrong).generate([1])
+
+
+def test_numbers_beyond_all_bounds():
+    for field in ("temperature", "top_p", "min_p"):
+        with pytest.raises(ValueError, match=f"{field}: got 1000"):
+            jl.Sampling(**{field: 10**400})
+
+
 def test_numbers_may_be_numpys():
     plain = jl.Config(model=TINY, sampling=jl.Sampling(0.5, seed=3), max_new_tokens=5)
     sampling = jl.Sampling(np.float32(0.5), seed=np.int64(3))

@@ -304,6 +304,15 @@ def test_chat_with_a_budget_of_zero(chat_model):
     assert result.stderr.startswith("0 new tokens in 0 rounds")
 
 
+def test_a_bad_line_does_not_end_a_chat(chat_model):
+    too_long = "the cat " * 3000
+    result = chat("--model", chat_model, "--max-new-tokens", "3", stdin=f"{too_long}\nthe cat\n")
+    assert result.exit_code == 0
+    refused, figures = result.stderr.splitlines()
+    assert refused.startswith("error: max_new_tokens: got 3 after a prompt of")
+    assert figures.startswith("3 new tokens")
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -342,7 +351,7 @@ def test_tune(monkeypatch, tmp_path):
         )
         assert ("Recycling" in output["recommended"]) == (curve is flat)
         (file,) = tmp_path.glob("*/*")
-        file.unlink()
+        assert json.loads(file.read_text())[-1] == [8, curve[8]]
 
 
 # Text

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from jlookahead.cli import options
-from jlookahead.cli.runs import Run
 from jlookahead.cli.strategies import LOOKAHEAD, make_strategy, measured
 from jlookahead.config import Sampling
 from jlookahead.session import Session
@@ -64,23 +62,28 @@ def chat(
         text = line.rstrip("\r\n")
         if not text.strip():
             continue
-        messages = [*session.messages, {"role": "user", "content": text}]
-        began = time.perf_counter()
-        tokens = []
-        for token in session.stream(messages):
-            tokens.append(token)
-            typer.echo(token.text, nl=False)
-        typer.echo()
-        run = Run(strategy, tokens, 0.0, time.perf_counter() - began)
-        answer = "".join(token.text or "" for token in tokens)
-        session.messages = [*messages, {"role": "assistant", "content": answer}]
-        typer.echo(
-            f"{len(tokens)} new tokens in {run.num_rounds} rounds, "
-            f"{run.tokens_per_round:.2f} tokens per round, {run.seconds:.3f} s, prompt of "
-            f"{session.num_reused} reused and {session.num_prefilled} prefilled tokens, "
-            f"finish reason {run.finish_reason}",
-            err=True,
-        )
+        try:
+            _answer(session, text)
+        except ValueError as error:  # a line that cannot be read, a conversation that is full
+            typer.echo(f"error: {error}", err=True)
+
+
+def _answer(session: Session, text: str) -> None:
+    """Shows the answer as it comes; both join the conversation when it is there."""
+    messages = [*session.messages, {"role": "user", "content": text}]
+    tokens = []
+    for token in session.stream(messages):
+        tokens.append(token)
+        typer.echo(token.text, nl=False)
+    typer.echo()
+    answer = "".join(token.text or "" for token in tokens)
+    session.messages = [*messages, {"role": "assistant", "content": answer}]
+    num_rounds = tokens[-1].num_rounds if tokens else 0
+    typer.echo(
+        f"{len(tokens)} new tokens in {num_rounds} rounds, prompt of {session.num_reused} reused "
+        f"and {session.num_prefilled} prefilled tokens",
+        err=True,
+    )
 
 
 def _read_line() -> str:

@@ -39,13 +39,14 @@ def tune(
 ) -> None:
     """Measure what a round of several rows costs here, and say what that favours.
 
-    A round of many rows pays where it emits more tokens than it costs rounds of one row.
+    A round of many rows pays where it emits more tokens than it costs rounds of one row. What
+    --strategy auto goes by is measured anew.
     """
     with Console(stderr=True).status("Loading") as status:
         lm = options.load_showing(model, dtype, status.update)
         status.update("Measuring this device")
         costs = tuning.measure_costs(LlamaModel(lm.config), lm.params, _ROWS)
-        auto = tuning.tune(lm.params, lm.config)
+        auto = tuning.tune(lm.params, lm.config, refresh=True)
     rows, relative = np.array(costs).T
     expected = {
         strategy: tokens / float(np.interp(strategy.layout.num_rows, rows, relative))
