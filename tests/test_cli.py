@@ -347,7 +347,7 @@ def test_tune(monkeypatch, tmp_path):
         output = json.loads(CliRunner().invoke(app, ["tune", "--json"]).stdout)
         assert output["costs"][-1] == [128, curve[128]]
         assert output["expected_speed"]["Recycling(rows=32)"] == pytest.approx(
-            2.8 / curve[32], abs=1e-3
+            2.58 / curve[32], abs=1e-3
         )
         assert ("Recycling" in output["recommended"]) == (curve is flat)
         (file,) = tmp_path.glob("*/*")
