@@ -50,16 +50,24 @@ def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
         raise ValueError(f"config: got a {name}, allowed is a ModelConfig such as lm.config")
     model = LlamaModel(config)
     model.check_params(params)
-    file = _cache_dir() / f"costs-{_fingerprint(model)}.json"
-    kept = None if refresh else _read(file)
+    kept = None if refresh else _read(_file_of(model))
     if kept is not None:
         return kept
-    strategy = Auto(measure_costs(model, params))
+    return keep_costs(model, measure_costs(model, params))
+
+
+def keep_costs(model: LlamaModel, costs: tuple[tuple[int, float], ...]) -> Auto:
+    """`Auto` with those of the costs that it goes by; later calls of `tune` read them."""
+    strategy = Auto(tuple((rows, cost) for rows, cost in costs if rows in _ROWS))
     try:
-        _keep(file, json.dumps(strategy.costs))
+        _write(_file_of(model), json.dumps(strategy.costs))
     except OSError as error:
-        warnings.warn(f"tune: costs are measured anew each time, {error}", stacklevel=2)
+        warnings.warn(f"tune: costs are measured anew each time, {error}", stacklevel=3)
     return strategy
+
+
+def _file_of(model: LlamaModel) -> Path:
+    return _cache_dir() / f"costs-{_fingerprint(model)}.json"
 
 
 def _read(file: Path) -> Auto | None:
@@ -70,7 +78,7 @@ def _read(file: Path) -> Auto | None:
         return None
 
 
-def _keep(file: Path, text: str) -> None:
+def _write(file: Path, text: str) -> None:
     """Writes the file as a whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as unfinished:

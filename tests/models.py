@@ -7,8 +7,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
 
 import jlookahead as jl
+from jlookahead.checkpoints.params import hf_name
 
 TINY = jl.ModelConfig(
     vocab_size=97,
@@ -31,6 +35,30 @@ def tiny_params(seed: int, config: jl.ModelConfig = TINY):
     """Random weights, large enough that greedy text is neither constant nor near a tie."""
     params = jl.LlamaModel(config).init_params(jax.random.key(seed))
     return jax.tree.map(lambda w: (w * 10).astype(w.dtype) if w.ndim == 2 else w, params)
+
+
+def hf_llama(params, config: jl.ModelConfig):
+    """The same network in Hugging Face's PyTorch, without an EOS id."""
+    torch = pytest.importorskip("torch", reason="torch is the oracle of this test")
+    transformers = pytest.importorskip("transformers")
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
+        "num_key_value_heads max_position_embeddings rms_norm_eps tie_word_embeddings"
+    )
+    fields = {name: getattr(config, name) for name in names.split()}
+    hf = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **fields, rope_theta=config.rope.theta, eos_token_id=None, pad_token_id=0
+        )
+    )
+    state = {
+        hf_name(path): torch.tensor(np.asarray(weight))
+        for path, weight in traverse_util.flatten_dict(params).items()
+    }
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    hf.load_state_dict(state)
+    return hf.eval()
 
 
 def plain(params, prompt, cfg: jl.Config, **kwargs) -> jl.Result:

@@ -82,7 +82,7 @@ def test_option_defaults_are_the_library_s():
     assert {name: defaults[name] for name in shared} == {name: library[name] for name in shared}
     for name in ("window", "ngram", "candidates", "max_ngram", "num_draft_tokens", "block", "rows"):
         assert defaults[name] is None
-    assert strategies.make_strategy("lookahead") == jl.Lookahead()
+    assert strategies.make_strategy("lookahead", {}) == jl.Lookahead()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
@@ -339,7 +339,7 @@ def test_tune(monkeypatch, tmp_path):
         monkeypatch.setattr(
             tuning,
             "measure_costs",
-            lambda model, params, rows=(1, 8), curve=curve: tuple((n, curve[n]) for n in rows),
+            lambda model, params, rows=(), curve=curve: tuple((n, curve[n]) for n in rows),
         )
         shown = CliRunner().invoke(app, ["tune"])
         assert shown.exit_code == 0, shown.output
@@ -351,7 +351,7 @@ def test_tune(monkeypatch, tmp_path):
         )
         assert ("Recycling" in output["recommended"]) == (curve is flat)
         (file,) = tmp_path.glob("*/*")
-        assert json.loads(file.read_text())[-1] == [8, curve[8]]
+        assert json.loads(file.read_text())[-1] == [32, curve[32]]
 
 
 # Text

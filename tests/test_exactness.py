@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import traverse_util
-from models import EAGER_AUTO, TINY, LeakProbe, SuccessorTable, plain, tiny_params
+from models import EAGER_AUTO, TINY, LeakProbe, SuccessorTable, hf_llama, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead.call import prepare
-from jlookahead.checkpoints.params import hf_name
 from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
 
@@ -122,30 +120,9 @@ def test_a_row_draws_the_same_text_in_any_batch_slot():
 @pytest.mark.parametrize("kv_heads, tied", [(1, True), (2, False), (4, True)])
 def test_plain_decoding_equals_hf_generate(kv_heads, tied):
     torch = pytest.importorskip("torch", reason="torch is the oracle of this test")
-    transformers = pytest.importorskip("transformers")
     config = dataclasses.replace(TINY, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
     params = tiny_params(kv_heads, config)
-    hf = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **{
-                field: getattr(config, field)
-                for field in (
-                    "vocab_size hidden_size intermediate_size num_hidden_layers head_dim "
-                    "num_attention_heads num_key_value_heads max_position_embeddings "
-                    "rms_norm_eps tie_word_embeddings"
-                ).split()
-            },
-            rope_theta=config.rope.theta,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    ).eval()
-    state = {}
-    for path, weight in traverse_util.flatten_dict(params).items():
-        state[hf_name(path)] = torch.tensor(np.asarray(weight))
-    if tied:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    hf.load_state_dict(state)
+    hf = hf_llama(params, config)
     rng = random.Random(kv_heads)
     for length in (1, 2, 7, 16):
         prompt = [rng.randrange(config.vocab_size) for _ in range(length)]

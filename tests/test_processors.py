@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import TINY, plain, tiny_params
+from models import TINY, hf_llama, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead import decoding
@@ -232,23 +232,8 @@ def test_no_eos_before_the_least_number_of_tokens(strategy):
 
 def test_plain_decoding_equals_hf_generate():
     torch = pytest.importorskip("torch", reason="torch is the oracle of this test")
-    transformers = pytest.importorskip("transformers")
-    from test_exactness import hf_name, traverse_util
-
     params = tiny_params(2)
-    names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
-        "num_key_value_heads max_position_embeddings rms_norm_eps tie_word_embeddings"
-    )
-    fields = {name: getattr(TINY, name) for name in names.split()}
-    config = transformers.LlamaConfig(**fields, rope_theta=TINY.rope.theta, pad_token_id=0)
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.load_state_dict(
-        {
-            hf_name(path): torch.tensor(np.asarray(weight))
-            for path, weight in traverse_util.flatten_dict(params).items()
-        }
-    )
+    model = hf_llama(params, TINY)
     bans, bias = (11, 30, 61), ((5, 1.5), (7, -4.0))
     cfg = jl.Config(
         model=TINY,

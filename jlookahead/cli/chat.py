@@ -15,6 +15,7 @@ from jlookahead.session import Session
 
 
 def chat(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Option(help="A model with a chat template; see jlookahead generate.")
     ],
@@ -36,16 +37,7 @@ def chat(
     seed: options.Seed = 0,
 ) -> None:
     """Chat: every line of standard input is a message. Ends with the input."""
-    drafts = make_strategy(
-        strategy,
-        window=window,
-        ngram=ngram,
-        candidates=candidates,
-        max_ngram=max_ngram,
-        num_draft_tokens=num_draft_tokens,
-        block=block,
-        rows=rows,
-    )
+    drafts = make_strategy(strategy, ctx.params)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     with Console(stderr=True).status("Loading") as status:
         lm = options.load_showing(model, dtype, status.update)

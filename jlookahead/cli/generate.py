@@ -29,6 +29,7 @@ from jlookahead.processors import (
 
 
 def generate(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -100,17 +101,8 @@ def generate(
 ) -> None:
     """Generate text; without options, show plain decoding and lookahead side by side."""
     known = {
-        PLAIN: make_strategy(PLAIN),
-        strategy: make_strategy(
-            strategy,
-            window=window,
-            ngram=ngram,
-            candidates=candidates,
-            max_ngram=max_ngram,
-            num_draft_tokens=num_draft_tokens,
-            block=block,
-            rows=rows,
-        ),
+        PLAIN: make_strategy(PLAIN, {}),
+        strategy: make_strategy(strategy, ctx.params),
     }
     sampling = Sampling(temperature, top_k, top_p, min_p, seed, verify)
     if with_audit:

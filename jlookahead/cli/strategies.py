@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from jlookahead.auto import Auto
 from jlookahead.jacobi import Jacobi
@@ -28,12 +29,13 @@ _KNOWN: dict[str, tuple[type, tuple[str, ...]]] = {
 NAMES = tuple(_KNOWN)
 
 
-def make_strategy(name: str, **options: int | None) -> Strategy:
+def make_strategy(name: str, params: Mapping[str, Any]) -> Strategy:
     """The strategy of a command line.
 
     Args:
         name: one of `NAMES`.
-        **options: of all strategies; None for one that was not given.
+        params: of the command, by name, the options of all strategies among them; None for one
+            that was not given.
 
     Raises:
         ValueError: an unknown name, a value the strategy refuses, an option of another one.
@@ -41,7 +43,8 @@ def make_strategy(name: str, **options: int | None) -> Strategy:
     if name not in _KNOWN:
         raise ValueError(f"strategy: got {name!r}, allowed are {', '.join(NAMES)}")
     strategy, own = _KNOWN[name]
-    given = {option: value for option, value in options.items() if value is not None}
+    options = {option for _, names in _KNOWN.values() for option in names}
+    given = {name: value for name, value in params.items() if name in options and value is not None}
     for option in given:
         if option not in own:
             owners = [other for other, (_, names) in _KNOWN.items() if option in names]

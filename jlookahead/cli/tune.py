@@ -45,8 +45,9 @@ def tune(
     with Console(stderr=True).status("Loading") as status:
         lm = options.load_showing(model, dtype, status.update)
         status.update("Measuring this device")
-        costs = tuning.measure_costs(LlamaModel(lm.config), lm.params, _ROWS)
-        auto = tuning.tune(lm.params, lm.config, refresh=True)
+        network = LlamaModel(lm.config)
+        costs = tuning.measure_costs(network, lm.params, _ROWS)
+        auto = tuning.keep_costs(network, costs)
     rows, relative = np.array(costs).T
     expected = {
         strategy: tokens / float(np.interp(strategy.layout.num_rows, rows, relative))
