@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
-from flax import traverse_util
 from safetensors.numpy import save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from jlookahead.checkpoints.params import hf_name
+from jlookahead.checkpoints.params import hf_tensors
 from jlookahead.model import LlamaModel, Params
 from jlookahead.model_config import ModelConfig
 
@@ -191,9 +190,7 @@ def save(
 ) -> None:
     """Writes a Hugging Face checkpoint directory."""
     out.mkdir(parents=True, exist_ok=True)
-    leaves = traverse_util.flatten_dict(params)
-    tensors = {hf_name(path): np.asarray(value) for path, value in leaves.items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    save_file(hf_tensors(params), out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     end, pad = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(PAD)
     special_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}

@@ -4,9 +4,10 @@ The decoding loop sees a network only as a `TargetModel`: `forward` turns packed
 into hidden states and the new K/V of those rows, reading the committed cache and never
 writing it; `logits` applies the head to the hidden rows one asks for.
 
-Parameter names are HF's, with `model.` dropped and `layers.3` spelled `layers_3`; weights
-keep HF's `[out, in]` orientation, which reads near memory bandwidth on one row and makes a
-row bitwise independent of how many rows are computed with it (from two rows up, on CPU).
+Parameter names are HF's, with `model.` dropped and `layers.3` spelled `layers_3`. What HF calls
+`weight [out, in]` of a linear layer is Flax's `kernel [in, out]` here: XLA:CPU packs the other
+orientation anew in every product of two rows or more, which makes 8 rows cost a third more.
+A tied model has no `embed_tokens`: its embedding is the head, one column per token.
 
 Shapes: B rows of the batch, Q packed query rows, S cache slots, D head_dim, K key/value
 heads, G query heads per key/value head.
@@ -205,18 +206,16 @@ def _attend(
 
 
 class Linear(nn.Module):
-    """`x [..., in] -> [..., out]` with a weight `[out, in]`, without bias."""
+    """`x [..., in] -> [..., out]` with a kernel `[in, out]`, without bias."""
 
     features: int
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        shape = (self.features, x.shape[-1])
-        weight = self.param("weight", nn.initializers.normal(0.02), shape, self.dtype)
-        return lax.dot_general(
-            x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=_precision(x.dtype)
-        )
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
+        return jnp.matmul(x, kernel, precision=_precision(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -291,6 +290,20 @@ class Embedding(nn.Module):
         return weight[tokens]
 
 
+class TiedEmbedding(nn.Module):
+    """The head's kernel `[hidden, V]` read as a table: the embedding of a token is its column."""
+
+    vocab_size: int
+    features: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        shape = (self.features, self.vocab_size)
+        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
+        return jnp.moveaxis(kernel[:, tokens], 0, -1)
+
+
 class Llama(nn.Module):
     """Embedding, decoder layers and final norm; the head is `LlamaModel.logits`."""
 
@@ -303,7 +316,12 @@ class Llama(nn.Module):
             cfg.rope, cfg.head_dim
         )
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-        x = Embedding(cfg.vocab_size, cfg.hidden_size, dtype, name="embed_tokens")(tokens)
+        table = (
+            TiedEmbedding(cfg.vocab_size, cfg.hidden_size, dtype, name="lm_head")
+            if cfg.tie_word_embeddings
+            else Embedding(cfg.vocab_size, cfg.hidden_size, dtype, name="embed_tokens")
+        )
+        x = table(tokens)
         new_kv = []
         for i in range(cfg.num_hidden_layers):
             layer = DecoderLayer(cfg, name=f"layers_{i}")
@@ -334,8 +352,8 @@ class LlamaModel:
         cache, mask = self.init_cache(1, 1), jnp.ones((1, 1), bool)
         params = Llama(cfg).init(body_key, one, one, mask, cache, jnp.zeros(1, jnp.int32))["params"]
         if not cfg.tie_word_embeddings:
-            shape, dtype = (cfg.vocab_size, cfg.hidden_size), jnp.dtype(cfg.dtype)
-            params["lm_head"] = {"weight": 0.02 * jax.random.normal(head_key, shape, dtype)}
+            shape, dtype = (cfg.hidden_size, cfg.vocab_size), jnp.dtype(cfg.dtype)
+            params["lm_head"] = {"kernel": 0.02 * jax.random.normal(head_key, shape, dtype)}
         return params
 
     def abstract_params(self) -> Params:
@@ -375,12 +393,9 @@ class LlamaModel:
         )
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        tied = self.config.tie_word_embeddings
-        weight = params["embed_tokens" if tied else "lm_head"]["weight"]
-        return lax.dot_general(
+        return jnp.matmul(
             hidden,
-            weight,
-            (((hidden.ndim - 1,), (1,)), ((), ())),
+            params["lm_head"]["kernel"],
             precision=_precision(hidden.dtype),
             preferred_element_type=jnp.float32,
         )

@@ -12,12 +12,10 @@ import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jlookahead.checkpoints import LoadedModel
 from jlookahead.model import LlamaModel, Params
 from jlookahead.model_config import ModelConfig
 
@@ -226,16 +224,6 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         chat_template="{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}",
     )
-
-
-def named_params(model: LoadedModel) -> Tensors:
-    """Parameters of a loaded model by Hugging Face name."""
-    return {
-        name.replace("layers_", "layers.")
-        if name.startswith("lm_head")
-        else "model." + name.replace("layers_", "layers."): np.asarray(value)
-        for name, value in traverse_util.flatten_dict(model.params, sep=".").items()
-    }
 
 
 def logits(params: Params, config: ModelConfig, tokens: np.ndarray) -> np.ndarray:

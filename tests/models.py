@@ -7,12 +7,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import traverse_util
 
 import jlookahead as jl
-from jlookahead.checkpoints.params import hf_name
+from jlookahead.checkpoints.params import hf_tensors
 
 TINY = jl.ModelConfig(
     vocab_size=97,
@@ -51,10 +49,7 @@ def hf_llama(params, config: jl.ModelConfig):
             **fields, rope_theta=config.rope.theta, eos_token_id=None, pad_token_id=0
         )
     )
-    state = {
-        hf_name(path): torch.tensor(np.asarray(weight))
-        for path, weight in traverse_util.flatten_dict(params).items()
-    }
+    state = {name: torch.tensor(tensor) for name, tensor in hf_tensors(params).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     hf.load_state_dict(state)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jlookahead import checkpoints
+from jlookahead.checkpoints.params import hf_tensors
 from jlookahead.model import inverse_frequencies
 from jlookahead.model_config import RopeConfig
 
@@ -47,7 +48,7 @@ def test_quantised_weights_are_near(tmp_path, kind, steps):
     config = files.hf_config(num_hidden_layers=1, hidden_size=64, intermediate_size=64)
     tensors = files.random_tensors(config)
     file = files.write_gguf(tmp_path / "m.gguf", config, tensors, quantization=kind)
-    params = files.named_params(checkpoints.load(file))
+    params = hf_tensors(checkpoints.load(file).params)
     for name, tensor in tensors.items():
         bound = 1.1 * 2 * np.abs(tensor).max() / steps if tensor.ndim == 2 else 0
         np.testing.assert_allclose(params[name], tensor, rtol=0, atol=bound, err_msg=name)

@@ -16,6 +16,7 @@ from huggingface_hub import errors
 
 from checkpoints_convert.__main__ import main as convert
 from jlookahead import checkpoints
+from jlookahead.checkpoints.params import hf_tensors
 from jlookahead.model_config import DTYPES
 
 
@@ -82,7 +83,7 @@ def test_sources_are_bitwise_equal(tmp_path, offline_cache, write, num_kv_heads,
     config = files.hf_config(num_key_value_heads=num_kv_heads, tie_word_embeddings=tied)
     tensors = files.random_tensors(config)
     model = checkpoints.load(write(tmp_path, config, tensors))
-    assert_same_tensors(files.named_params(model), tensors)
+    assert_same_tensors(hf_tensors(model.params), tensors)
     single = checkpoints.load(single_file(tmp_path, config, tensors))
     assert model.config == single.config
 
@@ -95,7 +96,7 @@ def test_dtypes(tmp_path, stored, dtype):
     model = checkpoints.load(files.write_hf(tmp_path / "m", config, tensors), dtype=dtype)
     assert model.config.dtype == dtype
     expected = {k: v.astype(np.dtype(dtype)) for k, v in tensors.items()}
-    assert_same_tensors(files.named_params(model), expected)
+    assert_same_tensors(hf_tensors(model.params), expected)
 
 
 def test_known_ignorable_tensors(tmp_path):
@@ -103,7 +104,7 @@ def test_known_ignorable_tensors(tmp_path):
     tensors = files.random_tensors(config)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     model = checkpoints.load(files.write_hf(tmp_path / "m", config, tensors | extra))
-    assert_same_tensors(files.named_params(model), tensors)
+    assert_same_tensors(hf_tensors(model.params), tensors)
 
 
 @pytest.mark.parametrize("head", ["equal", "instead"])
@@ -115,7 +116,7 @@ def test_tied_head_that_is_stored(tmp_path, head):
     if head == "instead":
         del stored["model.embed_tokens.weight"]
     model = checkpoints.load(files.write_hf(tmp_path / "m", config, stored))
-    assert_same_tensors(files.named_params(model), tensors)
+    assert_same_tensors(hf_tensors(model.params), tensors)
 
 
 def test_index_decides_and_stray_files_are_ignored(tmp_path):
@@ -125,7 +126,7 @@ def test_index_decides_and_stray_files_are_ignored(tmp_path):
     files.write_hf(folder, config, stale)  # model.safetensors
     (folder / "model-old.safetensors").write_bytes(b"not read")
     (folder / "pytorch_model.bin").write_bytes(b"not read")
-    assert_same_tensors(files.named_params(checkpoints.load(folder)), tensors)
+    assert_same_tensors(hf_tensors(checkpoints.load(folder).params), tensors)
 
 
 def test_works_without_torch(tmp_path):
@@ -289,7 +290,7 @@ def test_hub_download_fetches_only_what_the_index_names(tmp_path, monkeypatch):
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert_same_tensors(files.named_params(checkpoints.load("org/name")), tensors)
+    assert_same_tensors(hf_tensors(checkpoints.load("org/name").params), tensors)
     small, weights = asked
     assert weights == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert "config.json" in small and not any("*" in name for name in small)

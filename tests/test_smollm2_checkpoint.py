@@ -13,6 +13,7 @@ import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from jlookahead import checkpoints
+from jlookahead.checkpoints.params import hf_tensors
 from jlookahead.model_config import ModelConfig, RopeConfig
 
 
@@ -51,7 +52,7 @@ def test_config_and_defaults(smollm2):
 def test_weights_equal_those_of_transformers(smollm2, reference):
     expected = reference.state_dict()
     del expected["lm_head.weight"]  # tied
-    actual = files.named_params(smollm2)
+    actual = hf_tensors(smollm2.params)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(actual[name], tensor.numpy(), err_msg=name)

@@ -22,7 +22,7 @@ from jlookahead.model_config import ModelConfig, RopeConfig
 
 MANIFEST = "jlookahead.json"
 _PARAMS = "params"
-_FORMAT = 1
+_FORMAT = 2  # 1: weights [out, in]
 
 
 def write_converted(model: LoadedModel, folder: Path) -> None:

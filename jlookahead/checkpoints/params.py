@@ -25,6 +25,8 @@ Progress = Callable[[Sequence[str]], Iterable[str]]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
+# A kernel is the transpose of what is stored as weight.
+_HF_LEAVES = {"kernel": "weight"}
 # Tensors that old checkpoints carry and that are functions of the configuration.
 _IGNORABLE = (re.compile(r"\.rotary_emb\.inv_freq$"),)
 
@@ -50,9 +52,22 @@ class StoredTensor:
 
 
 def hf_name(path: tuple[str, ...]) -> str:
-    """`("layers_3", "mlp", "up_proj", "weight")` -> `"model.layers.3.mlp.up_proj.weight"`."""
-    dotted = ".".join(path).replace("layers_", "layers.", 1)
+    """`("layers_3", "mlp", "up_proj", "kernel")` -> `"model.layers.3.mlp.up_proj.weight"`."""
+    *modules, leaf = path
+    dotted = ".".join([*modules, _HF_LEAVES.get(leaf, leaf)]).replace("layers_", "layers.", 1)
     return dotted if path[0] == "lm_head" else f"model.{dotted}"
+
+
+def hf_tensors(params: Params) -> dict[str, np.ndarray]:
+    """The tensors that Hugging Face's `save_pretrained` would write for these parameters."""
+    leaves = {path: np.asarray(leaf) for path, leaf in traverse_util.flatten_dict(params).items()}
+    tensors = {
+        hf_name(path): np.ascontiguousarray(leaf.T) if path[-1] == "kernel" else leaf
+        for path, leaf in leaves.items()
+    }
+    if _EMBEDDING not in tensors:
+        tensors[_EMBEDDING] = tensors.pop(_HEAD)
+    return tensors
 
 
 def fill_params(
@@ -78,11 +93,12 @@ def fill_params(
         if not any(pattern.search(name) for pattern in _IGNORABLE)
     }
     if config.tie_word_embeddings:
-        tensors = _without_tied_head(tensors)
+        tensors = _without_tied_embedding(tensors)
     for name, tensor in tensors.items():
         if name not in expected:
             raise ValueError(f"{tensor}: not a parameter of the model that the config describes")
-        shape = expected[name][1].shape
+        path, leaf = expected[name]
+        shape = leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape
         if tensor.shape != shape:
             raise ValueError(f"{tensor}: shape is {list(tensor.shape)}, must be {list(shape)}")
     for name in expected:
@@ -94,7 +110,8 @@ def fill_params(
         path, leaf = expected[name]
         # A value beyond the range of float16 becomes infinity, which is refused below.
         with np.errstate(over="ignore", invalid="ignore"):
-            array = jnp.asarray(np.asarray(tensors[name].read(), dtype=leaf.dtype))
+            stored = np.asarray(tensors[name].read(), dtype=leaf.dtype)
+        array = jnp.asarray(stored.T if path[-1] == "kernel" else stored)
         require_finite(array, str(tensors[name]))
         filled[path] = array
     return traverse_util.unflatten_dict(filled)
@@ -106,13 +123,13 @@ def require_finite(array: jax.Array, what: str) -> None:
         raise ValueError(f"{what}: holds NaN or infinity as {array.dtype}")
 
 
-def _without_tied_head(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Drops a head that repeats the embedding, or takes it as the embedding if that is absent."""
+def _without_tied_embedding(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Drops the embedding, which is the head; takes it as the head if that is absent."""
     tensors = dict(tensors)
-    head = tensors.pop(_HEAD, None)
-    if head is None:
+    embedding = tensors.pop(_EMBEDDING, None)
+    if embedding is None:
         return tensors
-    embedding = tensors.setdefault(_EMBEDDING, head)
+    head = tensors.setdefault(_HEAD, embedding)
     if embedding is not head and not np.array_equal(embedding.read(), head.read()):
         raise ValueError(f"{head}: differs from {_EMBEDDING!r}, though the config ties them")
     return tensors
