@@ -25,6 +25,7 @@ from jlookahead.processors import Context, process
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import select
 from jlookahead.strategy import Autoregressive
+from jlookahead.vocabulary import top_token
 
 # Rows computed at once, logits included; divides every capacity.
 _CHUNK = 64
@@ -216,7 +217,7 @@ def _judge_rows(
         sampler = dataclasses.replace(sampler, row_ids=row_ids)
     no_drafts = jnp.zeros((len(rows), 0), jnp.int32)
     choices = select(sampler, logits, rows + 1, no_drafts, no_drafts.astype(bool))
-    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    best = top_token(logits)[..., None]
     others = jnp.where(jnp.arange(logits.shape[-1]) == best, -jnp.inf, logits)
     margins = logits.max(axis=-1) - others.max(axis=-1)
     return _Judged(choices, margins, logprobs)

@@ -25,8 +25,8 @@ from jlookahead.prompts import Prompt
 from jlookahead.rounds import decode_round
 from jlookahead.state import FINISH_REASONS, RUNNING, SOURCES, PromptRead, RoundInfo, RoundState
 from jlookahead.strategy import Strategy
-from jlookahead.successors import top_tokens
 from jlookahead.text import cut_at_stop, decode
+from jlookahead.vocabulary import top_tokens
 
 # Prompt rows whose logits are computed at once, for strategies that want them.
 _HEAD_CHUNK = 64

@@ -22,6 +22,7 @@ from jlookahead.checks import check_int
 from jlookahead.forest import chain_parents
 from jlookahead.layout import Layout, build_layout
 from jlookahead.state import SWEEP, Block, Draft, PromptRead, RoundState
+from jlookahead.vocabulary import top_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Jacobi:
 
     def read(self, logits: jax.Array) -> jax.Array:
         """The next sweep `[B, 1 + m]`: what the target holds likeliest after every row."""
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return top_token(logits)
 
     def observe(
         self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array

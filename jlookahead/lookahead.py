@@ -27,6 +27,7 @@ from jlookahead.suffix_match import (
     draft_length,
     find_matches,
 )
+from jlookahead.vocabulary import top_token
 from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
 
 # Prompt n-grams inserted at once; the insertion compares all pairs of them.
@@ -197,7 +198,7 @@ class Lookahead:
     def read(self, logits: jax.Array) -> jax.Array:
         """The window's new deepest level `[B, J]`."""
         deepest = logits[:, 1 + self.layout.num_drafts :]
-        return jnp.argmax(deepest, axis=-1).astype(jnp.int32)
+        return top_token(deepest)
 
     def observe(
         self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array

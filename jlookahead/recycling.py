@@ -23,8 +23,9 @@ from jlookahead.checks import check_int
 from jlookahead.forest import ancestry, rank_tree
 from jlookahead.layout import Layout, build_layout
 from jlookahead.state import LOOKUP, RECYCLED, Draft, PromptRead, RoundState
-from jlookahead.successors import NO_TOKEN, init_successors, record, top_tokens
+from jlookahead.successors import init_successors, record
 from jlookahead.suffix_match import LONGEST_DRAFT, LONGEST_MATCH, draft_length, find_matches
+from jlookahead.vocabulary import NO_TOKEN, top_tokens
 from jlookahead.window import Window, advance, spread_over_prompt
 
 # How often the successor of each rank was right, on SmolLM2.

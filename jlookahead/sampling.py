@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jlookahead.vocabulary import top_token
+
 
 @flax.struct.dataclass
 class Sampler:
@@ -58,7 +60,7 @@ def select(
         `[B]` int32.
     """
     if sampler is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return top_token(logits)
     # Not the default implementation: others draw differently in another batch slot.
     seed_key = jax.random.key(sampler.seed, impl="threefry2x32")
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-NO_TOKEN = -1
-_BLOCK = 128
+from jlookahead.vocabulary import NO_TOKEN
 
 
 def init_successors(batch: int, vocab_size: int, num_successors: int) -> jax.Array:
@@ -44,24 +42,3 @@ def record(
     # Unique targets, those that write nothing beyond the table: scatter order is undefined.
     target = jnp.where(stays, tokens, vocab_size + jnp.arange(tokens.shape[1]))
     return table.at[row, target].set(successors, mode="drop", unique_indices=True)
-
-
-def top_tokens(logits: jax.Array, num: int) -> jax.Array:
-    """Ids of the `num` highest logits, highest first: `[..., V]` -> `[..., num]` int32; NO_TOKEN
-    for those that a smaller vocabulary does not have.
-
-    The highest lie in the blocks with the highest maxima, so that only those are searched.
-    """
-    vocab_size = logits.shape[-1]
-    if vocab_size <= num * _BLOCK:
-        best = lax.top_k(logits, min(num, vocab_size))[1].astype(jnp.int32)
-        missing = [(0, 0)] * (logits.ndim - 1) + [(0, num - best.shape[-1])]
-        return jnp.pad(best, missing, constant_values=NO_TOKEN)
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -vocab_size % _BLOCK)]
-    blocks = jnp.pad(logits, padding, constant_values=-jnp.inf)
-    blocks = blocks.reshape(*logits.shape[:-1], -1, _BLOCK)
-    block = lax.top_k(blocks.max(axis=-1), num)[1]
-    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)
-    best = lax.top_k(inside.reshape(*logits.shape[:-1], -1), num)[1]
-    of_block = jnp.take_along_axis(block, best // _BLOCK, axis=-1)
-    return (of_block * _BLOCK + best % _BLOCK).astype(jnp.int32)
