@@ -18,6 +18,7 @@ from jlookahead.state import RoundInfo, RoundState
 from jlookahead.strategy import Autoregressive, Strategy
 from jlookahead.streaming import StreamedToken, stream
 from jlookahead.tuning import tune
+from jlookahead.warming import warmup
 
 __version__ = "0.1.0"
 
@@ -51,4 +52,5 @@ __all__ = [
     "processors",
     "stream",
     "tune",
+    "warmup",
 ]

@@ -89,7 +89,7 @@ def prepare(
     chunk = min(chunk, PREFILL_CHUNK)
     end_of_prefill = num_reused + -(-num_new // chunk) * chunk
     # A block of slack, so that the last round's update never runs past the end.
-    end_of_rounds = max(limits) + cfg.strategy.layout.max_emitted
+    end_of_rounds = (cfg.cache_len or max(limits)) + cfg.strategy.layout.max_emitted
     num_slots = bucket(max(end_of_prefill, end_of_rounds, min_slots), PREFIX_CHUNK)
     padded = np.full((len(rows), num_slots), cfg.pad_token_id, np.int32)
     for i, row in enumerate(rows):

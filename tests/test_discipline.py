@@ -85,6 +85,48 @@ def test_programs_compile_once_per_bucket():
         assert count[0] == warm
 
 
+def test_nothing_compiles_after_warm_up():
+    params, lengths, counts = tiny_params(0), range(1, 41), []
+
+    def config(temperature, budget=100):
+        sampling = jl.Sampling(temperature=temperature)
+        return jl.Config(
+            model=TINY,
+            strategy=jl.Auto(((1, 1.0), (4, 1.5))),
+            max_new_tokens=budget,
+            cache_len=300,
+            sampling=sampling,
+            eos_token_ids=(5,),
+        )
+
+    loops = run_rounds._cache_size()
+    for cfg in (config(0.0), config(1.0)):
+        with count_compilations() as count:
+            jl.warmup(params, cfg, lengths)
+        counts.append(count[0])
+    assert min(counts) >= 4, "three prefill buckets and the loop"
+    with count_compilations() as count:
+        for length in lengths:
+            for budget in (0, 1, 7, 30, 250):
+                for temperature in (0.0, 0.5, 1.3):
+                    jl.generate(params, [7] * length, config(temperature, budget))
+        list(jl.stream(params, [7] * 40, config(0.5)))
+    assert count[0] == 0
+    assert run_rounds._cache_size() == loops + 2, "one program for greedy, one for sampled text"
+
+
+def test_warm_up_refuses_what_calls_would_refuse():
+    params, cfg = tiny_params(0), jl.Config(model=TINY)
+    for lengths, words in (
+        ([1000], "max_new_tokens: got 128 after a prompt of 1000 tokens"),
+        ([0], "prompt_lengths: got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jl.warmup(params, cfg, lengths)
+    with pytest.raises(ValueError, match="batch: got 0"):
+        jl.warmup(params, cfg, [1], batch=0)
+
+
 @pytest.mark.parametrize("prompts", BATCHES, ids=["one", "batch"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["plain", "lookahead"])
 def test_the_loop_never_talks_to_the_host(strategy, prompts):

@@ -1,0 +1,62 @@
+"""Compiling ahead of the first call, so that it answers as fast as the ones after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jlookahead.call import prepare
+from jlookahead.checks import check_int
+from jlookahead.config import Config
+from jlookahead.decoding import NO_ROUND_LIMIT, run_rounds, start
+from jlookahead.model import Params, TargetModel
+
+
+def warmup(
+    params: Params,
+    cfg: Config,
+    prompt_lengths: Iterable[int],
+    *,
+    batch: int = 1,
+    tokenizer: Any = None,
+    model: TargetModel | None = None,
+) -> None:
+    """Compiles what `generate` and `stream` need for prompts of these lengths; decodes nothing.
+
+    Later calls compile nothing as long as they agree with `cfg` in model, strategy, `cache_len`,
+    `logprobs`, processors, stop strings, and in whether they sample or are greedy. Without a
+    `cache_len` the budget counts too. A program serves a range of lengths: most are told at once
+    that nothing is left to do.
+
+    Args:
+        params: of the model.
+        cfg: of the calls to come.
+        prompt_lengths: in tokens, such as `range(1, 513)`.
+        batch: prompts of a call.
+        tokenizer: wanted by stop strings.
+        model: see `generate`.
+
+    Raises:
+        ValueError: as `generate` does for a prompt of such a length.
+    """
+    check_int("batch", batch, 1)
+    compiled = set()
+    for length in prompt_lengths:
+        check_int("prompt_lengths", length, 1)
+        call = prepare(params, [[0] * length] * batch, cfg, tokenizer, None, model)
+        shapes = call.prefill_chunk, call.num_slots
+        if shapes in compiled:
+            continue
+        compiled.add(shapes)
+        # Prompts that leave nothing to read and no token to emit.
+        ones = jax.device_put(np.ones(batch, np.int32))
+        call = dataclasses.replace(
+            call, arrays=dataclasses.replace(call.arrays, prompt_len=ones, limit=ones)
+        )
+        unlimited = jax.device_put(NO_ROUND_LIMIT)
+        _, progress = run_rounds(call.model, call.strategy, params, start(call, params), unlimited)
+        jax.block_until_ready(progress)
