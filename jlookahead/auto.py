@@ -24,10 +24,10 @@ from jlookahead.state import LOOKUP, Draft, MatchRecord, PromptRead, RoundState
 from jlookahead.suffix_match import continuations, find_matches
 
 # How often the token behind a match of 0, 1, 2, ... tokens was right on SmolLM2, less a fifth.
-_RIGHT_AT_FIRST = np.array(
+RIGHT_AT_FIRST = np.array(
     [0, 0.16, 0.36, 0.48, 0.56, 0.6, 0.64, 0.68, 0.7, 0.7, 0.9, 0.9, 0.92], np.float32
 )
-_LONGEST_MATCH = len(_RIGHT_AT_FIRST) - 1
+LONGEST_MATCH = len(RIGHT_AT_FIRST) - 1
 # Observations that those probabilities are worth, and how slowly observations are forgotten.
 _WEIGHT_AT_FIRST = 2.0
 _KEPT = 0.97
@@ -44,7 +44,7 @@ class Auto:
             what `tune` measures. A round computes one of these numbers of rows.
     """
 
-    costs: tuple[tuple[int, float], ...] = ((1, 1.0), (8, 1.9), (32, 3.2))
+    costs: tuple[tuple[int, float], ...] = ((1, 1.0), (4, 1.3), (8, 1.5), (32, 3.0))
 
     def __post_init__(self) -> None:
         pairs = self.costs
@@ -75,9 +75,9 @@ class Auto:
         return 0
 
     def start(self, state: RoundState, prompt: PromptRead) -> RoundState:
-        shape = (len(state.length), len(_RIGHT_AT_FIRST))
+        shape = (len(state.length), len(RIGHT_AT_FIRST))
         total = jnp.full(shape, _WEIGHT_AT_FIRST, jnp.float32)
-        return dataclasses.replace(state, matches=MatchRecord(total * _RIGHT_AT_FIRST, total))
+        return dataclasses.replace(state, matches=MatchRecord(total * RIGHT_AT_FIRST, total))
 
     def propose(self, state: RoundState) -> Draft:
         tokens, exists, match_len = self._look_up(state)
@@ -85,7 +85,7 @@ class Auto:
         chance = jnp.take_along_axis(record.right / record.total, match_len, axis=1)
         # Expected tokens of a round that drafts 1, 2, ... tokens.
         expected = 1 + jnp.cumsum(jnp.cumprod(jnp.where(exists, chance, 0), axis=1), axis=1)
-        size = self._best_size(jnp.where(state.done[:, None], 0, expected))
+        size = self.best_size(jnp.where(state.done[:, None], 0, expected))
         index = jnp.arange(self.sizes[-1])
         return Draft(
             tokens=tokens,
@@ -97,13 +97,13 @@ class Auto:
     def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What followed the longest match: tokens, which exist, and the length of the match before
         each, all `[B, R]`."""
-        starts, match_len = find_matches(state.tokens, state.length, _LONGEST_MATCH, 1)
+        starts, match_len = find_matches(state.tokens, state.length, LONGEST_MATCH, 1)
         tokens, exists = continuations(state.tokens, state.length, starts, self.sizes[-1])
         exists = exists[:, 0] & (match_len > 0)
         before = match_len + jnp.arange(self.sizes[-1])
-        return tokens[:, 0], exists, jnp.minimum(before, _LONGEST_MATCH)
+        return tokens[:, 0], exists, jnp.minimum(before, LONGEST_MATCH)
 
-    def _best_size(self, expected: jax.Array) -> jax.Array:
+    def best_size(self, expected: jax.Array) -> jax.Array:
         """The number of drafts with the most tokens per unit of time, 0 if none is worth it.
 
         Args:
@@ -133,12 +133,12 @@ class Auto:
         same = exists & (at < after.length[:, None]) & (tokens == came)
         num_right = jnp.cumprod(same, axis=1).sum(axis=1, keepdims=True)
         was_tried = exists & (at < after.length[:, None]) & (index <= num_right)
-        of_length = match_len[..., None] == jnp.arange(_LONGEST_MATCH + 1)
+        of_length = match_len[..., None] == jnp.arange(LONGEST_MATCH + 1)
         tried = (of_length & was_tried[..., None]).sum(axis=1)
         right = (of_length & (was_tried & same)[..., None]).sum(axis=1)
         record = _memory(before)
         kept = jnp.where(tried > 0, _KEPT, 1.0)
-        base = _WEIGHT_AT_FIRST * jnp.asarray(_RIGHT_AT_FIRST)
+        base = _WEIGHT_AT_FIRST * jnp.asarray(RIGHT_AT_FIRST)
         return dataclasses.replace(
             after,
             matches=MatchRecord(

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jlookahead.auto import Auto
 from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.model_config import ModelConfig
+from jlookahead.vocabulary import top_token
 
-_ROWS = (1, 8, 32)
+_ROWS = (1, 4, 8, 32)
 _CONTEXT = 256
 # A sample is a run of passes in one program, long against the clock and the hand-over.
 _PASSES, _SAMPLES = 4, 7
@@ -128,7 +129,7 @@ def _passes(model: TargetModel, num_rows: int, params: Params) -> jax.Array:
 
     def step(_, tokens):
         hidden, _ = model.forward(params, tokens, positions, mask, cache, jnp.array([_CONTEXT]))
-        return jnp.argmax(model.logits(params, hidden), axis=-1).astype(jnp.int32)
+        return top_token(model.logits(params, hidden))
 
     return jax.lax.fori_loop(0, _PASSES, step, jnp.zeros((1, num_rows), jnp.int32))
 

@@ -160,7 +160,7 @@ def test_equals_plain_decoding(sampling):
     cfg = jl.Config(model=TINY, strategy=EAGER_AUTO, sampling=sampling, max_new_tokens=80)
     out = jl.generate(tiny_params(0), prompts, cfg)
     assert out.tokens == plain(tiny_params(0), prompts, cfg).tokens
-    assert sum(out.num_rounds) < 200
+    assert sum(out.num_rounds) < 220
 
 
 def test_rows_that_are_done_do_not_count():
@@ -200,7 +200,7 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     params = tiny_params(0)
     strategy = jl.tune(params, TINY)
-    assert [rows for rows, _ in strategy.costs] == [1, 8, 32]
+    assert [rows for rows, _ in strategy.costs] == [1, 4, 8, 32]
     (file,) = (tmp_path / "jlookahead").iterdir()
     kept = ((1, 1.0), (5, 1.25))
     file.write_text(json.dumps(kept))
@@ -208,7 +208,7 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     nonsense = ("[[1, 1.0], [Infinity, 2.0]]", "[" * 100_000, '[[1.9, 1.0], ["8", "2"]]')
     for damaged in ("", "[[1, 1.0]]", "{}", "[1, 2]", "null", *nonsense):
         file.write_text(damaged)
-        assert [rows for rows, _ in jl.tune(params, TINY).costs] == [1, 8, 32]
+        assert [rows for rows, _ in jl.tune(params, TINY).costs] == [1, 4, 8, 32]
         assert json.loads(file.read_text()) != damaged
     other = dataclasses.replace(TINY, rms_norm_eps=1e-3)
     jl.tune(params, other)
@@ -220,7 +220,7 @@ def test_costs_that_cannot_be_kept_are_still_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="tune: costs are measured anew each time"):
-        assert len(jl.tune(params, TINY).costs) == 3
+        assert len(jl.tune(params, TINY).costs) == 4
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jl.tune(params, TINY)
     (file,) = (tmp_path / "jlookahead").iterdir()
@@ -240,7 +240,7 @@ def test_tune_wants_the_model_s_configuration():
 
 
 def test_noise_never_makes_more_rows_cheaper(monkeypatch):
-    seconds = iter([1.0, 2.0, 1.5] * tuning._SAMPLES)
+    seconds = iter([1.0, 2.0, 1.5, 3.0] * tuning._SAMPLES)
     monkeypatch.setattr(tuning, "_seconds", lambda program: next(seconds))
     costs = tuning.measure_costs(jl.LlamaModel(TINY), tiny_params(0))
-    assert costs == ((1, 1.0), (8, 2.0), (32, 2.0))
+    assert costs == ((1, 1.0), (4, 2.0), (8, 2.0), (32, 3.0))

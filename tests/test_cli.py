@@ -335,7 +335,10 @@ def test_tune(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     steep = {1: 1.0, 2: 1.5, 4: 1.6, 8: 2.0, 16: 4.0, 32: 8.0, 64: 16.0, 128: 32.0}
     flat = {**dict.fromkeys(steep, 1.1), 1: 1.0}
-    for curve, words in ((steep, "windows and trees cost more"), (flat, "Recycling(rows=56), or")):
+    for curve, words in (
+        (steep, "windows and trees cost more"),
+        (flat, "recycling(rows=56); "),
+    ):
         monkeypatch.setattr(
             tuning,
             "measure_costs",

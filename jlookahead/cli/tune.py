@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
+import jax.numpy as jnp
 import numpy as np
 import typer
 from rich import box
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jlookahead import tuning
+from jlookahead.auto import LONGEST_MATCH, RIGHT_AT_FIRST, Auto
 from jlookahead.cli import options
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel
@@ -22,11 +24,19 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _BAR = 40  # characters of the dearest round
 # Tokens per round on SmolLM2, pooled over 62 prompts; benchmarks/results has them by category.
 _TOKENS_PER_ROUND: dict[Strategy, float] = {
+    Lookahead(2, 3, 2): 2.0,
+    Lookahead(5, 3, 3): 2.1,
+    Lookahead(5, 5, 3): 2.2,
     Lookahead(7, 5, 7): 2.26,
+    Lookahead(15, 5, 15): 2.4,
     Recycling(16): 2.25,
     Recycling(32): 2.58,
     Recycling(56): 2.83,
 }
+# How often the longest match of the last tokens had 0, 1, 2, ... tokens there, at any token.
+_SHARE_OF_MATCH = np.array(
+    [0.205, 0.245, 0.111, 0.071, 0.05, 0.034, 0.028, 0.024, 0.021, 0.018, 0.015, 0.014, 0.164]
+)
 
 
 def tune(
@@ -53,6 +63,7 @@ def tune(
         strategy: tokens / float(np.interp(strategy.layout.num_rows, rows, relative))
         for strategy, tokens in _TOKENS_PER_ROUND.items()
     }
+    sizes, expected[auto] = _policy_of(auto)
     best = max(expected, key=lambda strategy: expected[strategy])
     if as_json:
         print(
@@ -61,8 +72,9 @@ def tune(
                     "model": model or "bundled",
                     "costs": costs,
                     "auto_costs": auto.costs,
+                    "auto_drafts": sizes,
                     "expected_speed": {str(s): round(v, 3) for s, v in expected.items()},
-                    "recommended": str(best) if expected[best] > 1 else str(auto),
+                    "recommended": str(best),
                 }
             )
         )
@@ -76,8 +88,37 @@ def tune(
         "Expected speed, with the tokens per round that SmolLM2 has; plain decoding is 1:"
     )
     for strategy, speed in expected.items():
-        console.print(f"  {strategy}: {speed:.2f}")
-    if expected[best] > 1:
-        console.print(f"Recommended: {best}, or --strategy auto, which is never much slower.")
-    else:
+        console.print(f"  {_name_of(strategy)}: {speed:.2f}")
+    console.print(
+        "A match of so many tokens is right so often, and --strategy auto drafts behind it:"
+    )
+    matches = Table("match", "right", "drafts", box=box.SIMPLE)
+    for match_len, (right, size) in enumerate(zip(RIGHT_AT_FIRST, sizes, strict=True)):
+        matches.add_row(str(match_len), f"{right:.2f}", str(size))
+    console.print(matches)
+    if best is auto:
         console.print("Recommended: --strategy auto; windows and trees cost more than they save.")
+    else:
+        console.print(
+            f"Recommended: {_name_of(best)}, or --strategy auto, which is never much slower."
+        )
+
+
+def _name_of(strategy: Strategy) -> str:
+    if isinstance(strategy, Lookahead):
+        return f"lookahead, W,N,G = {strategy.window},{strategy.ngram},{strategy.candidates}"
+    return "--strategy auto" if isinstance(strategy, Auto) else str(strategy).lower()
+
+
+def _policy_of(auto: Auto) -> tuple[list[int], float]:
+    """What `Auto` drafts behind matches of 0, 1, 2, ... tokens, and the speed that this gives
+    where matches are as long and as often right as usual."""
+    sizes, seconds_per_token = [], 0.0
+    cost_of = {rows - 1: cost for rows, cost in auto.costs}
+    for match_len, share in enumerate(_SHARE_OF_MATCH):
+        before = match_len + np.arange(auto.sizes[-1])
+        chances = RIGHT_AT_FIRST[np.minimum(before, LONGEST_MATCH)] * (match_len > 0)
+        tokens = np.append(1, 1 + np.cumsum(np.cumprod(chances)))
+        sizes.append(int(auto.best_size(jnp.asarray(tokens[None, 1:]))))
+        seconds_per_token += share * cost_of[sizes[-1]] / tokens[sizes[-1]]
+    return sizes, 1 / seconds_per_token
