@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import jlookahead
+from jlookahead.cli.bench import bench
 from jlookahead.cli.chat import chat
 from jlookahead.cli.generate import generate
 from jlookahead.cli.interrupt import exit_on_interrupt
@@ -50,6 +51,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(tune)
+app.command()(bench)
 
 
 def _show_version(wanted: bool) -> None:

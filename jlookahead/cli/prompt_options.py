@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,38 @@ def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | li
     if not text:
         raise ValueError("prompt: got an empty text, needs at least one character")
     return text
+
+
+def read_prompts(file: Path) -> list[str | list[int]]:
+    """The prompts of a file of JSON lines, in order.
+
+    Raises:
+        ValueError: no prompt, or a line that holds none; names the line.
+        OSError: the file cannot be read.
+    """
+    prompts = [
+        _prompt_of(line, f"{file}, line {number}")
+        for number, line in enumerate(_read_text(str(file)).splitlines(), 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ValueError(f"{file}: holds no prompt")
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> str | list[int]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from None
+    prompt = None
+    if isinstance(fields, dict):
+        turns = fields.get("turns")
+        prompt = fields.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
+        prompt = fields.get("ids", prompt)
+    if not isinstance(prompt, str | list) or not prompt:
+        raise ValueError(f'{where}: needs "prompt" (a text), "turns" (texts) or "ids" (integers)')
+    return prompt
 
 
 def _parse_ids(ids: str) -> list[int]:

@@ -1,0 +1,166 @@
+"""What a strategy is worth: speed against plain decoding, accepted lengths, time by phase."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jlookahead.call import prepare
+from jlookahead.checkpoints import LoadedModel
+from jlookahead.decoding import Result, generate, run_rounds, start
+from jlookahead.strategy import Autoregressive, Strategy
+
+PHASES = ("propose", "pack", "forward", "verify", "publish", "observe")
+
+_OWN_SOURCES = ("plain", "bonus")  # the model's own tokens, the last of every round
+_PROFILED_ROUNDS = 32
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*? ([a-z][\w-]*)\(")
+_CALLS = re.compile(r"calls=%?([\w.-]+)")
+_CONTAINERS = ("while", "conditional", "call")  # their time is that of what they hold
+_PHASE = re.compile(rf"op_name=\"[^\"]*/({'|'.join(PHASES)})/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One prompt under plain decoding and under other strategies, side by side.
+
+    Attributes:
+        results: of every strategy, by name.
+        seconds: of whole generations on compiled programs, prefill included; medians.
+        speedups: medians over repeats of (seconds of plain decoding) / (the strategy's).
+        identical: whether the ids are plain decoding's.
+    """
+
+    results: dict[str, Result]
+    seconds: dict[str, float]
+    speedups: dict[str, float]
+    identical: dict[str, bool]
+
+
+def compare_speed(
+    lm: LoadedModel,
+    prompt: object,
+    strategies: dict[str, Strategy],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+) -> Comparison:
+    """Decodes a prompt under every strategy, which take turns, so that noise hits all of them.
+
+    Args:
+        lm: the model.
+        prompt: see `generate`.
+        strategies: by name; plain decoding is measured beside them.
+        max_new_tokens: of a generation.
+        repeats: turns.
+    """
+    plain, *names = ("plain", *strategies)
+    entrants: dict[str, Strategy] = {plain: Autoregressive(), **strategies}
+
+    def run(name: str) -> Result:
+        cfg = lm.make_config(strategy=entrants[name], max_new_tokens=max_new_tokens)
+        return generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
+
+    results = {name: run(name) for name in entrants}  # compiles
+    turns = []
+    for _ in range(repeats):
+        seconds = {}
+        for name in entrants:
+            began = time.perf_counter()
+            run(name)
+            seconds[name] = time.perf_counter() - began
+        turns.append(seconds)
+    return Comparison(
+        results=results,
+        seconds={name: statistics.median(turn[name] for turn in turns) for name in entrants},
+        speedups={
+            name: statistics.median(turn[plain] / turn[name] for turn in turns) for name in names
+        },
+        identical={name: results[name].tokens == results[plain].tokens for name in names},
+    )
+
+
+def accepted_lengths(sources: Iterable[str]) -> list[int]:
+    """Accepted draft tokens of every round of one text; the last round may have been cut."""
+    lengths, accepted = [], 0
+    for source in sources:
+        if source in _OWN_SOURCES:
+            lengths.append(accepted)
+            accepted = 0
+        else:
+            accepted += 1
+    return [*lengths, accepted - 1] if accepted else lengths
+
+
+def time_by_phase(
+    lm: LoadedModel, prompt: object, strategy: Strategy, *, max_new_tokens: int
+) -> dict[str, float]:
+    """Shares of the device's busy time that the phases of a round take, and `other`.
+
+    Runs up to 32 rounds under JAX's profiler, and tells from the compiled program which phase
+    an operation belongs to. Fused operations count as the matrix product among them, if there is
+    one, and as the last of them otherwise.
+    """
+    cfg = lm.make_config(strategy=strategy, max_new_tokens=max_new_tokens)
+    call = prepare(lm.params, prompt, cfg, lm.tokenizer)
+    state, rounds = start(call, lm.params), np.int32(_PROFILED_ROUNDS)
+    loop = run_rounds.lower(call.model, strategy, lm.params, state, rounds).compile()
+    phase_of = _phases(loop.as_text() or "")
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(loop(lm.params, state, rounds))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    busy: collections.Counter[str] = collections.Counter()
+    events = (e for plane in profile.planes for line in plane.lines for e in line.events)
+    for event in events:
+        name = dict(event.stats).get("hlo_op")
+        if name in phase_of:
+            busy[phase_of[name]] += event.duration_ns
+    total = sum(busy.values())
+    return {phase: busy[phase] / total for phase in (*PHASES, "other")}
+
+
+def _phases(program: str) -> dict[str, str]:
+    """The phase of every instruction of a compiled and scheduled program's text.
+
+    The compiler drops some scopes: products are the forward pass, nothing else has any, and what
+    else has no scope counts as what runs before it.
+    """
+    phase_of: dict[str, str] = {}
+    with_product, computation, phase = set(), "", "other"
+    for line in program.splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header[1]
+        elif instruction := _INSTRUCTION.match(line):
+            name, opcode = instruction.groups()
+            called = _CALLS.search(line)
+            if opcode == "dot":
+                with_product.add(computation)
+            if opcode == "dot" or (called and called[1] in with_product):
+                phase = "forward"
+            elif found := _PHASE.search(line):
+                phase = found[1]
+            if opcode not in _CONTAINERS:
+                phase_of[name] = phase
+    return phase_of
+
+
+def histogram(lengths: Sequence[int]) -> dict[str, float]:
+    """Shares of rounds by accepted length: 0, 1, 2, 3, 4 to 7, 8 to 15, 16 and more."""
+    bounds = {"0": 0, "1": 1, "2": 2, "3": 3, "4-7": 4, "8-15": 8, "16+": 16}
+    edges = [*bounds.values(), np.inf]
+    counts, _ = np.histogram(lengths, bins=edges)
+    return dict(zip(bounds, (counts / max(1, len(lengths))).round(4).tolist(), strict=True))
