@@ -64,14 +64,14 @@ def _prompt_of(line: str, where: str) -> str | list[int]:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
-    prompt = None
-    if isinstance(fields, dict):
-        turns = fields.get("turns")
-        prompt = fields.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
-        prompt = fields.get("ids", prompt)
-    if not isinstance(prompt, str | list) or not prompt:
+    fields = fields if isinstance(fields, dict) else {}
+    ids, turns = fields.get("ids"), fields.get("turns")
+    if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
+        return ids
+    text = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
+    if not isinstance(text, str) or not text:
         raise ValueError(f'{where}: needs "prompt" (a text), "turns" (texts) or "ids" (integers)')
-    return prompt
+    return text
 
 
 def _parse_ids(ids: str) -> list[int]:
