@@ -24,7 +24,7 @@ from jlookahead.strategy import Strategy
 
 _MIN_PREFILL = 16
 _MIN_NEXT_PREFILL = 64  # turns of a chat differ in length: fewer programs serve them
-PREFILL_CHUNK = 512
+_PREFILL_STEP, _MAX_PREFILL = 64, 512
 _EOS_SLOTS = 8
 
 
@@ -84,10 +84,9 @@ def prepare(
     lengths = [len(row) for row in rows]
     limits, reasons = _limits(lengths, cfg, model.max_position_embeddings)
 
-    num_new = max(lengths) - num_reused
-    chunk = bucket(num_new, _MIN_NEXT_PREFILL if min_slots else _MIN_PREFILL)
-    chunk = min(chunk, PREFILL_CHUNK)
-    end_of_prefill = num_reused + -(-num_new // chunk) * chunk
+    num_read = max(max(lengths) - 1 - num_reused, 1)  # the last token belongs to the first round
+    chunk = _prefill_chunk(num_read, _MIN_NEXT_PREFILL if min_slots else _MIN_PREFILL)
+    end_of_prefill = num_reused + -(-num_read // chunk) * chunk
     # A block of slack, so that the last round's update never runs past the end.
     end_of_rounds = (cfg.cache_len or max(limits)) + cfg.strategy.layout.max_emitted
     num_slots = bucket(max(end_of_prefill, end_of_rounds, min_slots), PREFIX_CHUNK)
@@ -203,6 +202,16 @@ def check_initial_window(
     if window.min() < 0 or window.max() >= model.vocab_size:
         raise ValueError(f"initial_window: ids must be 0 to {model.vocab_size - 1}")
     return window.astype(np.int32)
+
+
+def _prefill_chunk(num_read: int, smallest: int) -> int:
+    """Rows of a prefill pass: few distinct numbers, since each compiles a program, and the fewest
+    passes with few rows empty: 600 tokens are read as twice 320."""
+    num_passes = -(-num_read // _MAX_PREFILL)
+    rows = -(-num_read // num_passes)
+    if rows <= _PREFILL_STEP:
+        return bucket(rows, smallest)
+    return -(-rows // _PREFILL_STEP) * _PREFILL_STEP
 
 
 def bucket(length: int, smallest: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 
 import jax
@@ -106,10 +107,9 @@ def test_nothing_compiles_after_warm_up():
         counts.append(count[0])
     assert min(counts) >= 4, "three prefill buckets and the loop"
     with count_compilations() as count:
-        for length in lengths:
-            for budget in (0, 1, 7, 30, 250):
-                for temperature in (0.0, 0.5, 1.3):
-                    jl.generate(params, [7] * length, config(temperature, budget))
+        temperatures = itertools.cycle([0.0, 0.5, 1.3])
+        for length, budget in itertools.product(lengths, (0, 1, 7, 30, 250)):
+            jl.generate(params, [7] * length, config(next(temperatures), budget))
         list(jl.stream(params, [7] * 40, config(0.5)))
     assert count[0] == 0
     assert run_rounds._cache_size() == loops + 2, "one program for greedy, one for sampled text"
