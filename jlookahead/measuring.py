@@ -16,6 +16,7 @@ import numpy as np
 
 from jlookahead.call import prepare
 from jlookahead.checkpoints import LoadedModel
+from jlookahead.config import Sampling
 from jlookahead.decoding import Result, generate, run_rounds, start
 from jlookahead.strategy import Autoregressive, Strategy
 
@@ -54,6 +55,7 @@ def compare_speed(
     *,
     max_new_tokens: int,
     repeats: int,
+    temperature: float = 0.0,
 ) -> Comparison:
     """Decodes a prompt under every strategy, which take turns, so that noise hits all of them.
 
@@ -63,12 +65,16 @@ def compare_speed(
         strategies: by name; plain decoding is measured beside them.
         max_new_tokens: of a generation.
         repeats: turns.
+        temperature: of all of them; 0 is greedy.
     """
     plain, *names = ("plain", *strategies)
+    sampling = Sampling(temperature=temperature)
     entrants: dict[str, Strategy] = {plain: Autoregressive(), **strategies}
 
     def run(name: str) -> Result:
-        cfg = lm.make_config(strategy=entrants[name], max_new_tokens=max_new_tokens)
+        cfg = lm.make_config(
+            strategy=entrants[name], max_new_tokens=max_new_tokens, sampling=sampling
+        )
         return generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
 
     results = {name: run(name) for name in entrants}  # compiles

@@ -36,6 +36,7 @@ KVRows = tuple[tuple[jax.Array, jax.Array], ...]
 # Cache slots attended to at once. The loop over chunks has a traced trip count, so that the
 # cost follows the length in use and not the capacity.
 PREFIX_CHUNK = 256
+_PARTS_OF_SUM = 4
 
 
 @flax.struct.dataclass
@@ -205,6 +206,21 @@ def _attend(
     return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)
 
 
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.matmul(x, kernel, precision=_precision(x.dtype))
+
+
+def _row_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """One row times a kernel, the sum split in parts: XLA:CPU runs one product on one thread and
+    those of a batch on several, and a single thread does not reach the memory's bandwidth."""
+    num_in, num_out = kernel.shape
+    parts = math.gcd(num_in, _PARTS_OF_SUM)
+    rows = x.reshape(parts, 1, num_in // parts)
+    kernels = kernel.reshape(parts, num_in // parts, num_out)
+    products = jnp.matmul(rows, kernels, precision=_precision(x.dtype))
+    return products.sum(axis=0).reshape(*x.shape[:-1], num_out)
+
+
 class Linear(nn.Module):
     """`x [..., in] -> [..., out]` with a kernel `[in, out]`, without bias."""
 
@@ -215,7 +231,9 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         shape = (x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
-        return jnp.matmul(x, kernel, precision=_precision(x.dtype))
+        if x.size > x.shape[-1]:
+            return _product(x, kernel)
+        return lax.platform_dependent(x, kernel, cpu=_row_product, default=_product)
 
 
 class RMSNorm(nn.Module):
