@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def random_params(config: jl.ModelConfig) -> Any:
-    """Weights of the right size; a leaf at a time, so that nothing is held twice."""
+    """Weights of the right size, norms too; a leaf at a time, so that nothing is held twice."""
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -6,7 +6,8 @@
 Every peer is a process of its own, started by the Python of its own virtual environment with
 `peer_worker.py`, which says what it runs. All systems take turns on every prompt. Figures are
 medians over turns of (seconds of this project's plain decoding) / (seconds of the system), prompt
-included; absolute times are the machine's and are not reported.
+included; absolute times are the machine's and are not reported. Peers take two threads: run
+all of it on two cores, since JAX takes those there are.
 
 Peers and what their environments need: `transformers`, `transformers prompt lookup` (transformers,
 torch), `lade` (lade, transformers==4.34.0, torch), `tunix` (google-tunix, jax), `llama.cpp`,
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -142,8 +144,8 @@ def compare(
     first_difference = {}
     for name, system in systems.items():  # warms up
         tokens, _ = system.decode(ids, budget)
-        pairs = zip(tokens, expected, strict=True)
-        first_difference[name] = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        pairs = enumerate(itertools.zip_longest(tokens, expected))
+        first_difference[name] = next((i for i, (a, b) in pairs if a != b), None)
     turns = [
         {name: system.decode(ids, budget)[1] for name, system in systems.items()}
         for _ in range(repeats)

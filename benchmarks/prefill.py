@@ -2,9 +2,9 @@
 
     python -m benchmarks.prefill --model model.gguf --work DIRECTORY --out result.json
 
-Both run in this process in turn, in float32 on two threads; `--work` is where the weights are put
-for PyTorch. Figures are medians over turns of (seconds of this project) / (seconds of
-transformers).
+Both run in this process in turn, in float32 on two threads (run it on two cores); `--work` is where
+the weights are put for PyTorch. Figures are medians over turns of (seconds of this project) /
+(seconds of transformers).
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ PROMPT, BUDGET = list(range(100, 300)), 96
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="what jl.load takes; the bundled model by default")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--one", help="measure in this process, with this cache directory")
     args = parser.parse_args()
     if args.one:
         print(json.dumps({str(s): measure(args.model, s, args.one) for s in strategies()}))
         return
-    command = [sys.executable, "-m", "benchmarks.startup", "--one"]
+    command = [sys.executable, "-m", "benchmarks.startup", "--out", str(args.out), "--one"]
     model = ["--model", args.model] if args.model else []
     with tempfile.TemporaryDirectory() as cache:
         runs = [
@@ -62,6 +62,7 @@ def strategies() -> tuple[jl.Strategy, ...]:
 def measure(source: str | None, strategy: jl.Strategy, cache_dir: str) -> dict[str, float]:
     """Figures of one strategy in this process."""
     jax.config.update("jax_compilation_cache_dir", cache_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     lm = jl.load(source)
     cfg = lm.make_config(strategy=strategy, max_new_tokens=BUDGET)
 

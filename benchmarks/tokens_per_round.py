@@ -28,11 +28,7 @@ from jlookahead.prompts import to_rows
 STRATEGIES = (
     jl.PromptLookup(),
     jl.Lookahead(7, 5, 7, prompt_lookup=False),
-    jl.Lookahead(2, 3, 2),
-    jl.Lookahead(5, 3, 3),
-    jl.Lookahead(5, 5, 3),
     jl.Lookahead(7, 5, 7),
-    jl.Lookahead(15, 5, 15),
     jl.Recycling(56),
     jl.Recycling(32),
     jl.Recycling(16),

@@ -84,8 +84,8 @@ def prepare(
     lengths = [len(row) for row in rows]
     limits, reasons = _limits(lengths, cfg, model.max_position_embeddings)
 
-    num_read = max(max(lengths) - 1 - num_reused, 1)  # the last token belongs to the first round
-    chunk = _prefill_chunk(num_read, _MIN_NEXT_PREFILL if min_slots else _MIN_PREFILL)
+    num_read = max(lengths) - 1 - num_reused  # the last token belongs to the first round
+    chunk = _prefill_chunk(max(num_read, 1), _MIN_NEXT_PREFILL if min_slots else _MIN_PREFILL)
     end_of_prefill = num_reused + -(-num_read // chunk) * chunk
     # A block of slack, so that the last round's update never runs past the end.
     end_of_rounds = (cfg.cache_len or max(limits)) + cfg.strategy.layout.max_emitted

@@ -69,8 +69,8 @@ class Config:
             target's own law, that is, before processors, temperature and filters.
         pad_token_id: fills token arrays beyond a row's length; never enters the results.
         cache_len: tokens that a row may have, prompt included; None = what the call needs.
-            A row that reaches it stops with finish reason `cache_full`. Calls with one
-            `cache_len` share one decoding program; time follows the tokens there are.
+            A row that reaches it stops with finish reason `cache_full`. It is reserved
+            whole: calls with one `cache_len` share one decoding program.
     """
 
     model: ModelConfig | None = None

@@ -18,11 +18,11 @@ from jlookahead.call import prepare
 from jlookahead.checkpoints import LoadedModel
 from jlookahead.config import Sampling
 from jlookahead.decoding import Result, generate, run_rounds, start
+from jlookahead.state import OWN_SOURCES
 from jlookahead.strategy import Autoregressive, Strategy
 
 PHASES = ("propose", "pack", "forward", "verify", "publish", "observe")
 
-_OWN_SOURCES = ("plain", "bonus")  # the model's own tokens, the last of every round
 _PROFILED_ROUNDS = 32
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*? ([a-z][\w-]*)\(")
@@ -100,7 +100,7 @@ def accepted_lengths(sources: Iterable[str]) -> list[int]:
     """Accepted draft tokens of every round of one text; the last round may have been cut."""
     lengths, accepted = [], 0
     for source in sources:
-        if source in _OWN_SOURCES:
+        if source in OWN_SOURCES:  # the last token of a round
             lengths.append(accepted)
             accepted = 0
         else:
@@ -110,8 +110,9 @@ def accepted_lengths(sources: Iterable[str]) -> list[int]:
 
 def time_by_phase(
     lm: LoadedModel, prompt: object, strategy: Strategy, *, max_new_tokens: int
-) -> dict[str, float]:
-    """Shares of the device's busy time that the phases of a round take, and `other`.
+) -> dict[str, float] | None:
+    """Shares of the device's busy time that the phases of a round take, and `other`; None where the
+    profiler does not name operations.
 
     Runs up to 32 rounds under JAX's profiler, and tells from the compiled program which phase
     an operation belongs to. Fused operations count as the matrix product among them, if there is
@@ -119,7 +120,8 @@ def time_by_phase(
     """
     cfg = lm.make_config(strategy=strategy, max_new_tokens=max_new_tokens)
     call = prepare(lm.params, prompt, cfg, lm.tokenizer)
-    state, rounds = start(call, lm.params), np.int32(_PROFILED_ROUNDS)
+    state = jax.block_until_ready(start(call, lm.params))
+    rounds = np.int32(_PROFILED_ROUNDS)
     loop = run_rounds.lower(call.model, strategy, lm.params, state, rounds).compile()
     phase_of = _phases(loop.as_text() or "")
     options = jax.profiler.ProfileOptions()
@@ -136,28 +138,36 @@ def time_by_phase(
         if name in phase_of:
             busy[phase_of[name]] += event.duration_ns
     total = sum(busy.values())
+    if not total:
+        return None
     return {phase: busy[phase] / total for phase in (*PHASES, "other")}
 
 
 def _phases(program: str) -> dict[str, str]:
     """The phase of every instruction of a compiled and scheduled program's text.
 
-    The compiler drops some scopes: products are the forward pass, nothing else has any, and what
-    else has no scope counts as what runs before it.
+    The compiler drops some scopes. Matrix products are the forward pass: no other phase has any.
+    What else has no scope counts as what runs before it in its computation.
     """
-    phase_of: dict[str, str] = {}
-    with_product, computation, phase = set(), "", "other"
+    computations: dict[str, list[tuple[str, str, str]]] = {}
     for line in program.splitlines():
         if header := _COMPUTATION.match(line):
-            computation = header[1]
+            instructions = computations.setdefault(header[1], [])
         elif instruction := _INSTRUCTION.match(line):
-            name, opcode = instruction.groups()
-            called = _CALLS.search(line)
-            if opcode == "dot":
-                with_product.add(computation)
+            instructions.append((instruction[1], instruction[2], line))
+    with_product = {
+        computation
+        for computation, instructions in computations.items()
+        if any(opcode == "dot" for _, opcode, _ in instructions)
+    }
+    phase_of: dict[str, str] = {}
+    for computation, instructions in computations.items():
+        phase = "forward" if computation in with_product else "other"
+        for name, opcode, line in instructions:
+            called, found = _CALLS.search(line), _PHASE.search(line)
             if opcode == "dot" or (called and called[1] in with_product):
                 phase = "forward"
-            elif found := _PHASE.search(line):
+            elif found:
                 phase = found[1]
             if opcode not in _CONTAINERS:
                 phase_of[name] = phase

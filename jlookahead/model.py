@@ -4,10 +4,9 @@ The decoding loop sees a network only as a `TargetModel`: `forward` turns packed
 into hidden states and the new K/V of those rows, reading the committed cache and never
 writing it; `logits` applies the head to the hidden rows one asks for.
 
-Parameter names are HF's, with `model.` dropped and `layers.3` spelled `layers_3`. What HF calls
-`weight [out, in]` of a linear layer is Flax's `kernel [in, out]` here: XLA:CPU packs the other
-orientation anew in every product of two rows or more, which makes 8 rows cost a third more.
-A tied model has no `embed_tokens`: its embedding is the head, one column per token.
+Parameter names are HF's, with `model.` dropped, `layers.3` spelled `layers_3`, and the
+`weight [out, in]` of a linear layer as Flax's `kernel [in, out]`, see `layers.py`. A tied model
+has no `embed_tokens`: its embedding is the head, one column per token.
 
 Shapes: B rows of the batch, Q packed query rows, S cache slots, D head_dim, K key/value
 heads, G query heads per key/value head.
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jlookahead.layers import Embedding, Linear, RMSNorm, TiedEmbedding, precision_of
 from jlookahead.model_config import ModelConfig, RopeConfig
 
 Params = Any
@@ -36,7 +36,6 @@ KVRows = tuple[tuple[jax.Array, jax.Array], ...]
 # Cache slots attended to at once. The loop over chunks has a traced trip count, so that the
 # cost follows the length in use and not the capacity.
 PREFIX_CHUNK = 256
-_PARTS_OF_SUM = 4
 
 
 @flax.struct.dataclass
@@ -134,11 +133,6 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _precision(dtype: jnp.dtype) -> lax.Precision | None:
-    # Accelerators multiply float32 in lower precision unless told otherwise.
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
 def _attend(
     q: jax.Array,
     new_keys: jax.Array,
@@ -155,7 +149,7 @@ def _attend(
     sentinel. No `[Q, S]` mask is ever built.
     """
     batch, kv_heads, group, num_rows, dim = q.shape
-    precision = _precision(q.dtype)
+    precision = precision_of(q.dtype)
     blocked = jnp.finfo(jnp.float32).min
     q = q.reshape(batch, kv_heads, group * num_rows, dim) * jnp.asarray(dim**-0.5, q.dtype)
 
@@ -206,48 +200,6 @@ def _attend(
     return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)
 
 
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.matmul(x, kernel, precision=_precision(x.dtype))
-
-
-def _row_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """One row times a kernel, the sum split in parts: XLA:CPU runs one product on one thread and
-    those of a batch on several, and a single thread does not reach the memory's bandwidth."""
-    num_in, num_out = kernel.shape
-    parts = math.gcd(num_in, _PARTS_OF_SUM)
-    rows = x.reshape(parts, 1, num_in // parts)
-    kernels = kernel.reshape(parts, num_in // parts, num_out)
-    products = jnp.matmul(rows, kernels, precision=_precision(x.dtype))
-    return products.sum(axis=0).reshape(*x.shape[:-1], num_out)
-
-
-class Linear(nn.Module):
-    """`x [..., in] -> [..., out]` with a kernel `[in, out]`, without bias."""
-
-    features: int
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
-        if x.size > x.shape[-1]:
-            return _product(x, kernel)
-        return lax.platform_dependent(x, kernel, cpu=_row_product, default=_product)
-
-
-class RMSNorm(nn.Module):
-    eps: float
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), self.dtype)
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return weight * x32.astype(x.dtype)
-
-
 class Attention(nn.Module):
     config: ModelConfig
 
@@ -294,32 +246,6 @@ class DecoderLayer(nn.Module):
         x = x + h
         h = RMSNorm(eps, dtype, name="post_attention_layernorm")(x)
         return x + MLP(self.config, name="mlp")(h), kv_rows
-
-
-class Embedding(nn.Module):
-    vocab_size: int
-    features: int
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        shape = (self.vocab_size, self.features)
-        weight = self.param("weight", nn.initializers.normal(0.02), shape, self.dtype)
-        return weight[tokens]
-
-
-class TiedEmbedding(nn.Module):
-    """The head's kernel `[hidden, V]` read as a table: the embedding of a token is its column."""
-
-    vocab_size: int
-    features: int
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        shape = (self.features, self.vocab_size)
-        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
-        return jnp.moveaxis(kernel[:, tokens], 0, -1)
 
 
 class Llama(nn.Module):
@@ -414,7 +340,7 @@ class LlamaModel:
         return jnp.matmul(
             hidden,
             params["lm_head"]["kernel"],
-            precision=_precision(hidden.dtype),
+            precision=precision_of(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
 

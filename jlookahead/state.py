@@ -23,6 +23,7 @@ FINISH_REASONS = (None, "eos", "stop", "length", "cache_full")
 # lookup, from the table of recycled successors, from the last Jacobi sweep.
 PLAIN, BONUS, POOL, LOOKUP, RECYCLED, SWEEP = range(6)
 SOURCES = ("plain", "bonus", "pool", "lookup", "recycled", "sweep")
+OWN_SOURCES = ("plain", "bonus")  # the model's own tokens, not drafts
 
 
 @flax.struct.dataclass

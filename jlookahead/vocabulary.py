@@ -26,7 +26,7 @@ def top_token(logits: jax.Array) -> jax.Array:
 
 def top_tokens(logits: jax.Array, num: int) -> jax.Array:
     """Ids of the `num` highest logits, highest first: `[..., V]` -> `[..., num]` int32; NO_TOKEN
-    for those that a smaller vocabulary does not have."""
+    for those that a smaller vocabulary, or one mostly of minus infinity, does not have."""
     vocab_size = logits.shape[-1]
     if vocab_size <= num * _BLOCK:
         best = lax.top_k(logits, min(num, vocab_size))[1].astype(jnp.int32)
@@ -37,7 +37,8 @@ def top_tokens(logits: jax.Array, num: int) -> jax.Array:
     inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)
     best = lax.top_k(inside.reshape(*logits.shape[:-1], -1), num)[1]
     of_block = jnp.take_along_axis(block, best // _BLOCK, axis=-1)
-    return (of_block * _BLOCK + best % _BLOCK).astype(jnp.int32)
+    ids = (of_block * _BLOCK + best % _BLOCK).astype(jnp.int32)
+    return jnp.where(ids < vocab_size, ids, NO_TOKEN)
 
 
 def _in_blocks(logits: jax.Array) -> jax.Array:

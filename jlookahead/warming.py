@@ -28,14 +28,14 @@ def warmup(
     """Compiles what `generate` and `stream` need for prompts of these lengths; decodes nothing.
 
     Later calls compile nothing as long as they agree with `cfg` in model, strategy, `cache_len`,
-    `logprobs`, processors, stop strings, and in whether they sample or are greedy. Without a
-    `cache_len` the budget counts too. A program serves a range of lengths: most are told at once
-    that nothing is left to do.
+    `logprobs`, processors, stop strings, in whether `min_new_tokens` is 0, in whether they sample
+    and how drafts are then verified, have as many prompts, and no more than 8 EOS ids. Without a
+    `cache_len` the budget counts too. Most lengths find their program compiled for another one.
 
     Args:
         params: of the model.
         cfg: of the calls to come.
-        prompt_lengths: in tokens, such as `range(1, 513)`.
+        prompt_lengths: in tokens, such as `range(1, 513)`; of a batch, the longest.
         batch: prompts of a call.
         tokenizer: wanted by stop strings.
         model: see `generate`.
@@ -44,6 +44,8 @@ def warmup(
         ValueError: as `generate` does for a prompt of such a length.
     """
     check_int("batch", batch, 1)
+    if not isinstance(prompt_lengths, Iterable):
+        raise ValueError(f"prompt_lengths: got {prompt_lengths!r}, must be several integers")
     compiled = set()
     for length in prompt_lengths:
         check_int("prompt_lengths", length, 1)

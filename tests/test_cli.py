@@ -336,7 +336,7 @@ def test_tune(monkeypatch, tmp_path):
     steep = {1: 1.0, 2: 1.5, 4: 1.6, 8: 2.0, 16: 4.0, 32: 8.0, 64: 16.0, 128: 32.0}
     flat = {**dict.fromkeys(steep, 1.1), 1: 1.0}
     for curve, words in (
-        (steep, "windows and trees cost more"),
+        (steep, "windows and trees promise less"),
         (flat, "recycling(rows=56); "),
     ):
         monkeypatch.setattr(

@@ -67,6 +67,7 @@ def test_every_instruction_has_a_phase():
     assert phases["add.1"] == phases["copy.1"] == "propose", "what has no scope follows"
     assert phases["fusion.1"] == "forward", "products are the forward pass"
     assert phases["sub.1"] == "publish"
+    assert phases["a"] == "other", "nothing runs before it"
     assert "while.1" not in phases, "its time is that of what it holds"
 
 
@@ -142,11 +143,13 @@ def test_bench_refuses(options, words):
     [
         ("\n", "holds no prompt"),
         ('{"prompt": "a"}\nnope', "line 2: not JSON"),
-        ('{"prompt": ""}', 'line 1: needs "prompt"'),
-        ('{"turns": []}', 'line 1: needs "prompt"'),
-        ("[1, 2]", 'line 1: needs "prompt"'),
-        ('{"ids": [99999999]}', "prompt"),
-        ('{"ids": ["a"]}', 'line 1: needs "prompt"'),
+        ('{"prompt": ""}', "line 1: needs one of"),
+        ('{"turns": []}', "line 1: needs one of"),
+        ("[1, 2]", "line 1: needs one of"),
+        ('{"ids": [5]}\n{"ids": [99999999]}', "prompt 2: "),
+        ('{"prompt": "a", "ids": [5]}', "line 1: needs one of"),
+        ('{"turns": "text"}', "line 1: needs one of"),
+        ('{"ids": ["a"]}', "line 1: needs one of"),
     ],
 )
 def test_bench_refuses_prompts(tmp_path, text, words):

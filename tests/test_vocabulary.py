@@ -26,8 +26,11 @@ def test_top_token_is_the_first_of_the_highest(vocab_size, seed, num_values, is_
 
 
 def test_nothing_beyond_the_vocabulary_is_found():
-    logits = np.full((1, 130), -np.inf, np.float32)
+    logits = np.full((1, 257), -np.inf, np.float32)
     assert top_jit(logits).tolist() == [0]
+    logits[0, 256] = 1
+    found = tops_jit(logits, 2)[0].tolist()
+    assert found[0] == 256 and found[1] < 257
 
 
 @pytest.mark.parametrize("vocab_size, num", [(8, 8), (97, 8), (256, 2), (257, 2), (1500, 8)])

@@ -87,13 +87,15 @@ def fill_params(
     """
     abstract = traverse_util.flatten_dict(LlamaModel(config).abstract_params())
     expected = {hf_name(path): (path, leaf) for path, leaf in abstract.items()}
+    if config.tie_word_embeddings:
+        expected[_EMBEDDING] = expected.pop(_HEAD)
     tensors = {
         name: tensor
         for name, tensor in tensors.items()
         if not any(pattern.search(name) for pattern in _IGNORABLE)
     }
     if config.tie_word_embeddings:
-        tensors = _without_tied_embedding(tensors)
+        tensors = _without_tied_head(tensors)
     for name, tensor in tensors.items():
         if name not in expected:
             raise ValueError(f"{tensor}: not a parameter of the model that the config describes")
@@ -123,13 +125,13 @@ def require_finite(array: jax.Array, what: str) -> None:
         raise ValueError(f"{what}: holds NaN or infinity as {array.dtype}")
 
 
-def _without_tied_embedding(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Drops the embedding, which is the head; takes it as the head if that is absent."""
+def _without_tied_head(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Drops a head that repeats the embedding, or takes it as the embedding if that is absent."""
     tensors = dict(tensors)
-    embedding = tensors.pop(_EMBEDDING, None)
-    if embedding is None:
+    head = tensors.pop(_HEAD, None)
+    if head is None:
         return tensors
-    head = tensors.setdefault(_HEAD, embedding)
+    embedding = tensors.setdefault(_EMBEDDING, head)
     if embedding is not head and not np.array_equal(embedding.read(), head.read()):
         raise ValueError(f"{head}: differs from {_EMBEDDING!r}, though the config ties them")
     return tensors

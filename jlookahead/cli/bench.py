@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jlookahead.call import prepare
 from jlookahead.cli import options
 from jlookahead.cli.display import TITLES
 from jlookahead.cli.prompt_options import DEFAULT_PROMPT, encode_prompt, read_prompts
@@ -36,7 +37,8 @@ def bench(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='JSON lines with "prompt" (a text), "turns" (texts; the first counts) or "ids".',
+            help='JSON lines with "prompt" (a text), "turns" (texts; the first counts) or "ids"; '
+            "- is standard input.",
             show_default="a few lines of Python",
         ),
     ] = None,
@@ -64,7 +66,14 @@ def bench(
     texts = read_prompts(prompts) if prompts is not None else [DEFAULT_PROMPT]
     with Console(stderr=True).status("Loading") as status:
         lm = options.load_showing(model, dtype, status.update)
-        rows = [encode_prompt(text, lm, raw=False) for text in texts]
+        cfg = lm.make_config(max_new_tokens=max_new_tokens, strategy=Autoregressive())
+        rows = []
+        for i, text in enumerate(texts):
+            try:
+                rows.append(encode_prompt(text, lm, raw=False))
+                prepare(lm.params, rows[-1], cfg)
+            except ValueError as error:
+                raise ValueError(f"prompt {i + 1}: {error}") from None
         status.update("Measuring this device")
         chosen = {name: measured(each, lm) for name, each in chosen.items()}
         compared = []
@@ -89,7 +98,9 @@ def bench(
         raise typer.Exit(1)
 
 
-def _figures(name: str, compared: list[Comparison], phases: dict[str, float]) -> dict[str, Any]:
+def _figures(
+    name: str, compared: list[Comparison], phases: dict[str, float] | None
+) -> dict[str, Any]:
     speedups = [each.speedups[name] for each in compared]
     results = [each.results[name] for each in compared]
     lengths = [n for result in results for n in accepted_lengths(result.sources)]
@@ -130,7 +141,7 @@ def _show(console: Console, plain: dict[str, Any], figures: dict[str, Any]) -> N
     add("tokens/round", "1", [f"{f['tokens_per_round']:.2f}" for f in every])
     add("identical", "", ["yes" if f["identical"] else "NO" for f in every])
     table.add_section()
-    for phase in (*PHASES, "other"):
+    for phase in (*PHASES, "other") if plain["phases"] else ():
         shares = [each["phases"][phase] for each in (plain, *every)]
         add(f"% {phase}", f"{100 * shares[0]:.1f}", [f"{100 * s:.1f}" for s in shares[1:]])
     table.add_section()

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jlookahead.cli.runs import Run
+from jlookahead.state import OWN_SOURCES
 from jlookahead.streaming import StreamedToken
 
 Show = Callable[[StreamedToken], None]
@@ -25,7 +26,6 @@ TITLES = {
     "auto": "auto",
 }
 ACCEPTED = "green"
-_OWN_SOURCES = ("plain", "bonus")  # the model's own tokens, not drafts
 
 _FIGURES_HEIGHT = 4  # lines of a terminal kept free of text while it grows
 
@@ -38,7 +38,7 @@ def piece_of(token: StreamedToken) -> str:
 
 
 def style_of(token: StreamedToken) -> str:
-    return "" if token.source in _OWN_SOURCES else ACCEPTED
+    return "" if token.source in OWN_SOURCES else ACCEPTED
 
 
 def is_coloured(console: Console) -> bool:

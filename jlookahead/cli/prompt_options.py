@@ -11,6 +11,7 @@ from jlookahead.checkpoints import LoadedModel
 from jlookahead.prompts import to_rows
 
 STDIN = "-"
+_PROMPT_KEYS = ("prompt", "turns", "ids")
 
 DEFAULT_PROMPT = '''\
 def flatten(items):
@@ -51,7 +52,7 @@ def read_prompts(file: Path) -> list[str | list[int]]:
     """
     prompts = [
         _prompt_of(line, f"{file}, line {number}")
-        for number, line in enumerate(_read_text(str(file)).splitlines(), 1)
+        for number, line in enumerate(_read_text(str(file)).split("\n"), 1)
         if line.strip()
     ]
     if not prompts:
@@ -64,14 +65,17 @@ def _prompt_of(line: str, where: str) -> str | list[int]:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from None
-    fields = fields if isinstance(fields, dict) else {}
-    ids, turns = fields.get("ids"), fields.get("turns")
-    if isinstance(ids, list) and ids and all(type(token) is int for token in ids):
-        return ids
-    text = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
-    if not isinstance(text, str) or not text:
-        raise ValueError(f'{where}: needs "prompt" (a text), "turns" (texts) or "ids" (integers)')
-    return text
+    given = [key for key in _PROMPT_KEYS if key in fields] if isinstance(fields, dict) else []
+    if len(given) == 1:
+        value = fields[given[0]]
+        if given == ["turns"]:
+            value = value[0] if isinstance(value, list) and value else None
+        is_ids = isinstance(value, list) and all(type(token) is int for token in value)
+        if value and (is_ids if given == ["ids"] else isinstance(value, str)):
+            return value
+    raise ValueError(
+        f'{where}: needs one of "prompt" (a text), "turns" (texts) and "ids" (integers)'
+    )
 
 
 def _parse_ids(ids: str) -> list[int]:
