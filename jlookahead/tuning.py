@@ -25,7 +25,11 @@ from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.model_config import ModelConfig
 from jlookahead.vocabulary import top_token
 
-_ROWS = (1, 4, 8, 32)
+# Rows of the rounds of `Auto`: each number is one more program, and long drafts pay where many
+# rows cost little.
+_STEEP, _FLAT = (1, 4, 16), (1, 8, 32)
+_FLAT_COST = 2.0  # of 32 rows, at most
+_ROWS = tuple(sorted({*_STEEP, *_FLAT}))
 _CONTEXT = 256
 # A sample is a run of passes in one program, long against the clock and the hand-over.
 _PASSES, _SAMPLES = 4, 7
@@ -59,7 +63,8 @@ def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
 
 def keep_costs(model: LlamaModel, costs: tuple[tuple[int, float], ...]) -> Auto:
     """`Auto` with those of the costs that it goes by; later calls of `tune` read them."""
-    strategy = Auto(tuple((rows, cost) for rows, cost in costs if rows in _ROWS))
+    chosen = _FLAT if dict(costs)[_FLAT[-1]] <= _FLAT_COST else _STEEP
+    strategy = Auto(tuple((rows, cost) for rows, cost in costs if rows in chosen))
     try:
         _write(_file_of(model), json.dumps(strategy.costs))
     except OSError as error:

@@ -93,12 +93,10 @@ def tune(
     for match_len, (right, size) in enumerate(zip(RIGHT_AT_FIRST, sizes, strict=True)):
         matches.add_row(str(match_len), f"{right:.2f}", str(size))
     console.print(matches)
-    if best is auto:
-        console.print("Recommended: --strategy auto; windows and trees promise less.")
-    else:
-        console.print(
-            f"Recommended: {_name_of(best)}, or --strategy auto, which is never much slower."
-        )
+    remark = "windows and trees promise less."
+    if best is not auto:
+        remark = "--strategy auto is never much slower than plain decoding."
+    console.print(f"Recommended: {_name_of(best)}; {remark}")
 
 
 def _name_of(strategy: Strategy) -> str:
