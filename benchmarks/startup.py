@@ -1,17 +1,16 @@
-"""How long a first call takes, without and with a persistent compilation cache, and what memory a
-generation takes.
+"""How long a first call takes, without and with a persistent compilation cache, and the workspace
+of the decoding loop beside weights and state.
 
     python -m benchmarks.startup --model MODEL --out result.json
 
-Two processes share a cache directory that is empty at first. Linux only: memory is read from
-`/proc`.
+Two processes share a cache directory that is empty at first. The workspace is what the compiled
+program asks for.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import jax
 import jlookahead as jl
 from benchmarks.report import versions
 from jlookahead.call import prepare
-from jlookahead.decoding import start
+from jlookahead.decoding import NO_ROUND_LIMIT, run_rounds, start
 
 PROMPT, BUDGET = list(range(100, 300)), 96
 
@@ -45,7 +44,7 @@ def main() -> None:
             for _ in range(2)
         ]
     report = {
-        "what": "seconds beyond a warm call, of a first call; bytes beyond those before a call",
+        "what": "seconds of a first call beyond a warm one; bytes of the loop beside its inputs",
         "model": args.model or "bundled",
         "versions": versions(),
         "first_process": runs[0],
@@ -72,28 +71,17 @@ def measure(source: str | None, strategy: jl.Strategy, cache_dir: str) -> dict[s
         return time.perf_counter() - began
 
     first, warm = seconds(), min(seconds() for _ in range(3))
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest mark
-    seconds()
     call = prepare(lm.params, PROMPT, cfg)
-    state = jax.eval_shape(lambda: start(call, lm.params))
-    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
-    extra = memory("VmHWM") - before
+    state = start(call, lm.params)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((lm.params, state)))
+    loop = run_rounds.lower(call.model, strategy, lm.params, state, NO_ROUND_LIMIT).compile()
+    workspace = loop.memory_analysis().temp_size_in_bytes
     return {
         "compile_seconds": round(first - warm, 2),
-        "weights_bytes": weights,
-        "cache_bytes": cache,
-        "extra_bytes": extra,
-        "extra_share": round(max(0, extra - cache) / (weights + cache), 4),
+        "weights_and_state_bytes": held,
+        "workspace_bytes": workspace,
+        "workspace_share": round(workspace / held, 4),
     }
-
-
-def memory(field: str) -> int:
-    """Bytes, from the kernel's account of this process."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 if __name__ == "__main__":
