@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases-per-shape",
         type=int,
-        default=46,
+        default=51,
         help="random cases per strategy in test_exactness.py; more than 1,000 in all by default",
     )
 

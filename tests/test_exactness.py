@@ -28,7 +28,6 @@ from jlookahead.rounds import decode_round
 # weights, seeds and filters vary within.
 SHAPES = [
     (jl.Lookahead(7, 5, 7), 1),
-    (jl.Lookahead(3, 2, 4), 1),
     (jl.Lookahead(1, 6, 2), 1),
     (jl.Lookahead(12, 3, 1), 1),
     (jl.Lookahead(2, 8, 5), 1),
@@ -48,7 +47,6 @@ SHAPES = [
     (jl.Recycling(40), 2),
     (EAGER_AUTO, 1),
     (EAGER_AUTO, 3),
-    (jl.Autoregressive(), 4),
 ]
 
 
@@ -93,8 +91,7 @@ def test_equals_plain_decoding(strategy, batch, cases_per_shape):
         assert got.finish_reason == expected.finish_reason
         rounds += sum(got.num_rounds)
         tokens += sum(map(len, got.tokens))
-    drafts_nothing = isinstance(strategy, jl.Autoregressive)
-    assert drafts_nothing or rounds < tokens, "no draft was accepted: a wrong one would not show"
+    assert rounds < tokens, "no draft was accepted: a wrong one would not show"
 
 
 def test_a_row_draws_the_same_text_in_any_batch_slot():
