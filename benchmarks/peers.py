@@ -30,10 +30,9 @@ from typing import Any
 from safetensors.numpy import save_file
 
 import jlookahead as jl
-from benchmarks.report import versions
+from benchmarks.report import summarise_speed, versions
 from benchmarks.tokens_per_round import prompt_of, read_suites
 from jlookahead.checkpoints.params import hf_tensors
-from jlookahead.prompts import to_rows
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 PLAIN, AUTO = "jlookahead plain", "jlookahead auto"
@@ -97,7 +96,7 @@ def main() -> None:
         systems[name] = Peer(name, python, args.work)
     rows = []
     for item in first_of_each_category(read_suites(args.suite), args.per_category):
-        ids = to_rows(prompt_of(lm, item), lm.tokenizer, lm.config.vocab_size)[0][0].tolist()
+        ids = prompt_of(lm, item)
         row = {"id": item["id"], "category": item["category"], "prompt_tokens": len(ids)}
         rows.append(row | compare(systems, ids, args.max_new_tokens, args.repeats))
         print(rows[-1], flush=True)
@@ -106,7 +105,7 @@ def main() -> None:
             "model": args.model.name,
             "max_new_tokens": args.max_new_tokens,
             "versions": versions(),
-            "categories": summarise(rows),
+            "categories": summarise_speed(rows),
             "prompts": rows,
         }
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -155,20 +154,6 @@ def compare(
         for name in systems
     }
     return {"speed": speed, "first_difference": first_difference}
-
-
-def summarise(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Mean speed of every system by category."""
-    groups = collections.defaultdict(list)
-    for row in rows:
-        groups[row["category"]].append(row["speed"])
-        groups["all"].append(row["speed"])
-    return {
-        category: {
-            name: round(statistics.mean(speed[name] for speed in speeds), 3) for name in speeds[0]
-        }
-        for category, speeds in groups.items()
-    }
 
 
 if __name__ == "__main__":

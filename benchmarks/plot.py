@@ -22,7 +22,7 @@ def main() -> None:
     axes = figure.subplots()
     width = 0.8 / len(systems)
     for i, system in enumerate(systems):
-        values = [mean_of(category[system]) for category in categories.values()]
+        values = [category[system]["mean"] for category in categories.values()]
         axes.bar(np.arange(len(categories)) + (i + 0.5) * width - 0.4, values, width, label=system)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(categories)), list(categories))
@@ -30,10 +30,6 @@ def main() -> None:
     axes.set_title(f"{result['model']}, {result['max_new_tokens']} new tokens", fontsize=10)
     axes.legend(fontsize=8, ncols=min(4, len(systems)))
     figure.savefig(sys.argv[2])
-
-
-def mean_of(figure: float | dict[str, float]) -> float:
-    return figure["mean"] if isinstance(figure, dict) else figure
 
 
 if __name__ == "__main__":

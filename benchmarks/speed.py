@@ -11,15 +11,13 @@ right.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
-import statistics
 from pathlib import Path
 
 import numpy as np
 
 import jlookahead as jl
-from benchmarks.report import versions
+from benchmarks.report import summarise_speed, versions
 from benchmarks.tokens_per_round import prompt_of, read_suites
 from jlookahead.measuring import compare_speed
 
@@ -54,7 +52,7 @@ def main() -> None:
         )
         assert all(compared.identical.values()), item["id"]
         speed = {name: round(ratio, 3) for name, ratio in compared.speedups.items()}
-        rows.append({"id": item["id"], "category": item["category"], **speed})
+        rows.append({"id": item["id"], "category": item["category"], "speed": speed})
         print(rows[-1], flush=True)
         report = {
             "what": "median over turns of (seconds of plain decoding) / (the strategy's)",
@@ -62,30 +60,12 @@ def main() -> None:
             "max_new_tokens": args.max_new_tokens,
             "versions": versions(),
             "strategies": {name: repr(strategy) for name, strategy in strategies.items()},
-            "categories": summarise(rows, list(strategies)),
+            "categories": summarise_speed(rows),
             "prompts": rows,
         }
         # A long run leaves what it has, should it be stopped.
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(report["categories"])
-
-
-def summarise(rows: list[dict], names: list[str]) -> dict[str, dict]:
-    """Mean and least speed of every strategy by category."""
-    groups = collections.defaultdict(list)
-    for row in rows:
-        groups[row["category"]].append(row)
-        groups["all"].append(row)
-    return {
-        category: {
-            name: {
-                "mean": round(statistics.mean(row[name] for row in group), 3),
-                "least": min(row[name] for row in group),
-            }
-            for name in names
-        }
-        for category, group in groups.items()
-    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ depend on the machine; no time is measured here.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import json
 from pathlib import Path
@@ -22,8 +21,8 @@ import numpy as np
 from rich.progress import track
 
 import jlookahead as jl
-from benchmarks.report import versions
-from jlookahead.prompts import to_rows
+from benchmarks.report import by_category, versions
+from jlookahead.cli.prompt_options import encode_prompt
 
 STRATEGIES = (
     jl.PromptLookup(),
@@ -84,21 +83,18 @@ def read_suites(paths: list[Path]) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def prompt_of(lm: jl.LoadedModel, item: dict) -> Any:
-    if "ids" in item:
-        return item["ids"]
-    text = item["turns"][0]
-    has_template = bool(getattr(lm.tokenizer, "chat_template", None))
-    return [{"role": "user", "content": text}] if has_template else text
+def prompt_of(lm: jl.LoadedModel, item: dict) -> list[int]:
+    prompt = item["ids"] if "ids" in item else item["turns"][0]
+    return encode_prompt(prompt, lm, raw=False)
 
 
-def decode(lm: jl.LoadedModel, prompt: Any, strategy: jl.Strategy, budget: int) -> jl.Result:
+def decode(lm: jl.LoadedModel, prompt: list[int], strategy: jl.Strategy, budget: int) -> jl.Result:
     cfg = lm.make_config(strategy=strategy, max_new_tokens=budget)
     return jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
 
 
 def compare(
-    lm: jl.LoadedModel, item: dict, prompt: Any, got: jl.Result, plain: jl.Result
+    lm: jl.LoadedModel, item: dict, prompt: list[int], got: jl.Result, plain: jl.Result
 ) -> dict[str, Any]:
     """A prompt's figures, and where and how narrowly its text differs from the plain one."""
     row = {
@@ -113,8 +109,7 @@ def compare(
     if not row["identical"]:
         pairs = enumerate(zip(got.tokens, plain.tokens, strict=False))
         row["first_difference"] = first = next(i for i, (a, b) in pairs if a != b)
-        ids = to_rows(prompt, lm.tokenizer, lm.config.vocab_size)[0][0].tolist()
-        row["top2_gap"] = top2_gap(lm, ids + plain.tokens[:first])
+        row["top2_gap"] = top2_gap(lm, prompt + plain.tokens[:first])
     return row
 
 
@@ -134,10 +129,6 @@ def top2_gap(lm: jl.LoadedModel, ids: list[int]) -> float:
 
 
 def summarise(rows: list[dict]) -> dict:
-    groups = collections.defaultdict(list)
-    for row in rows:
-        groups[row["category"]].append(row)
-        groups["all"].append(row)
     return {
         name: {
             "num_prompts": len(group),
@@ -146,7 +137,7 @@ def summarise(rows: list[dict]) -> dict:
                 sum(r["num_tokens"] for r in group) / sum(r["num_rounds"] for r in group), 3
             ),
         }
-        for name, group in groups.items()
+        for name, group in by_category(rows).items()
     }
 
 

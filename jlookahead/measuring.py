@@ -21,6 +21,7 @@ from jlookahead.decoding import Result, generate, run_rounds, start
 from jlookahead.state import OWN_SOURCES
 from jlookahead.strategy import Autoregressive, Strategy
 
+BASELINE = "plain"  # the name of plain decoding in a comparison
 PHASES = ("propose", "pack", "forward", "verify", "publish", "observe")
 
 _PROFILED_ROUNDS = 32
@@ -67,9 +68,8 @@ def compare_speed(
         repeats: turns.
         temperature: of all of them; 0 is greedy.
     """
-    plain, *names = ("plain", *strategies)
     sampling = Sampling(temperature=temperature)
-    entrants: dict[str, Strategy] = {plain: Autoregressive(), **strategies}
+    entrants: dict[str, Strategy] = {BASELINE: Autoregressive(), **strategies}
 
     def run(name: str) -> Result:
         cfg = lm.make_config(
@@ -90,9 +90,10 @@ def compare_speed(
         results=results,
         seconds={name: statistics.median(turn[name] for turn in turns) for name in entrants},
         speedups={
-            name: statistics.median(turn[plain] / turn[name] for turn in turns) for name in names
+            name: statistics.median(turn[BASELINE] / turn[name] for turn in turns)
+            for name in strategies
         },
-        identical={name: results[name].tokens == results[plain].tokens for name in names},
+        identical={name: results[name].tokens == results[BASELINE].tokens for name in strategies},
     )
 
 

@@ -158,9 +158,9 @@ def test_rounds_compute_the_rows_they_need():
 def test_equals_plain_decoding(sampling):
     prompts = [[1, 2, 3] * 5, [4], [5, 6] * 9]
     cfg = jl.Config(model=TINY, strategy=EAGER_AUTO, sampling=sampling, max_new_tokens=80)
-    out = jl.generate(tiny_params(0), prompts, cfg)
-    assert out.tokens == plain(tiny_params(0), prompts, cfg).tokens
-    assert sum(out.num_rounds) < 220
+    out = jl.generate(tiny_params(4), prompts, cfg)
+    assert out.tokens == plain(tiny_params(4), prompts, cfg).tokens
+    assert sum(out.num_rounds) < 200
 
 
 def test_rows_that_are_done_do_not_count():
@@ -200,7 +200,8 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     params = tiny_params(0)
     strategy = jl.tune(params, TINY)
-    assert tuple(rows for rows, _ in strategy.costs) in (tuning._STEEP, tuning._FLAT)
+    measured = (tuning._STEEP, tuning._FLAT)
+    assert tuple(rows for rows, _ in strategy.costs) in measured
     (file,) = (tmp_path / "jlookahead").iterdir()
     kept = ((1, 1.0), (5, 1.25))
     file.write_text(json.dumps(kept))
@@ -208,7 +209,7 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     nonsense = ("[[1, 1.0], [Infinity, 2.0]]", "[" * 100_000, '[[1.9, 1.0], ["8", "2"]]')
     for damaged in ("", "[[1, 1.0]]", "{}", "[1, 2]", "null", *nonsense):
         file.write_text(damaged)
-        assert jl.tune(params, TINY).costs != kept
+        assert tuple(rows for rows, _ in jl.tune(params, TINY).costs) in measured
         assert json.loads(file.read_text()) != damaged
     other = dataclasses.replace(TINY, rms_norm_eps=1e-3)
     jl.tune(params, other)

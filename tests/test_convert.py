@@ -169,7 +169,9 @@ def test_tampered_params(converted_folder, change, message):
 
 
 # Orbax drops the reads of the other tensors, which then find their event loop closed.
-@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:(?s).*Event loop is closed:pytest.PytestUnraisableExceptionWarning"
+)
 def test_damaged_params(converted_folder):
     largest = max((converted_folder / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])

@@ -18,6 +18,7 @@ from jlookahead.cli.display import TITLES
 from jlookahead.cli.prompt_options import DEFAULT_PROMPT, encode_prompt, read_prompts
 from jlookahead.cli.strategies import AUTO, PLAIN, make_strategy, measured
 from jlookahead.measuring import (
+    BASELINE,
     PHASES,
     Comparison,
     accepted_lengths,
@@ -29,10 +30,7 @@ from jlookahead.strategy import Autoregressive
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(help="See jlookahead generate.", show_default="the bundled model"),
-    ] = None,
+    model: options.Model = None,
     dtype: options.Dtype = "float32",
     prompts: Annotated[
         Path | None,
@@ -88,7 +86,7 @@ def bench(
             for name, each in {PLAIN: Autoregressive(), **chosen}.items()
         }
     figures = {name: _figures(name, compared, phases[name]) for name in chosen}
-    plain = {"tokens_per_second": _tokens_per_second("plain", compared), "phases": phases[PLAIN]}
+    plain = {"tokens_per_second": _tokens_per_second(BASELINE, compared), "phases": phases[PLAIN]}
     if as_json:
         about = {"model": model or "bundled", "num_prompts": len(rows), "repeats": repeats}
         print(json.dumps(about | {"plain": plain, "strategies": figures}))

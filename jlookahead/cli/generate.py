@@ -30,13 +30,7 @@ from jlookahead.processors import (
 
 def generate(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Hugging Face directory or hub id, .gguf file, or converted checkpoint.",
-            show_default="the bundled model",
-        ),
-    ] = None,
+    model: options.Model = None,
     dtype: options.Dtype = "float32",
     prompt: Annotated[
         str | None, typer.Option(help="Text.", show_default="a few lines of Python")

@@ -20,6 +20,13 @@ def _of_strategies(option: str, text: str) -> Any:
     )
 
 
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Hugging Face directory or hub id, .gguf file, or converted checkpoint.",
+        show_default="the bundled model",
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 StrategyName = Annotated[str, typer.Option(help=f"One of {', '.join(strategies.NAMES)}.")]
 Window = Annotated[int | None, _of_strategies("window", "columns of the window.")]

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from jlookahead.call import prepare
 from jlookahead.checkpoints import LoadedModel
 from jlookahead.config import Config
-from jlookahead.decoding import generate, run_rounds, start
+from jlookahead.decoding import generate
 from jlookahead.streaming import StreamedToken, stream
+from jlookahead.warming import warmup
 
 # Seconds up to which a run is measured again: handing tokens to the host would distort it.
 SHORT_RUN = 5.0
@@ -27,7 +24,7 @@ class Run:
     Attributes:
         strategy: its name.
         streamed: the new tokens.
-        compile_seconds: until the programs were compiled; includes one prefill.
+        compile_seconds: until the programs were compiled.
         seconds: the generation on compiled programs, from prompt to last token; a short one
             without streaming.
         has_logprobs: whether the tokens have log-probabilities.
@@ -81,10 +78,7 @@ class Run:
 def compile_programs(lm: LoadedModel, prompt: list[int], cfg: Config) -> float:
     """Compiles what a generation of this shape runs, and returns the seconds it took."""
     began = time.perf_counter()
-    call = prepare(lm.params, prompt, cfg, lm.tokenizer)
-    state = start(call, lm.params)
-    none = np.int32(0)  # rounds to run
-    jax.block_until_ready(run_rounds(call.model, call.strategy, lm.params, state, none))
+    warmup(lm.params, cfg, [len(prompt)], tokenizer=lm.tokenizer)
     return time.perf_counter() - began
 
 

@@ -37,10 +37,7 @@ _SHARE_OF_MATCH = np.array(
 
 
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Option(help="See jlookahead generate.", show_default="the bundled model"),
-    ] = None,
+    model: options.Model = None,
     dtype: options.Dtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -87,7 +84,7 @@ def tune(
     for strategy, speed in expected.items():
         console.print(f"  {_name_of(strategy)}: {speed:.2f}")
     console.print(
-        "A match of so many tokens is right so often, and --strategy auto drafts behind it:"
+        "Behind a match of so many tokens, --strategy auto drafts at the start of a text:"
     )
     matches = Table("match", "right", "drafts", box=box.SIMPLE)
     for match_len, (right, size) in enumerate(zip(RIGHT_AT_FIRST, sizes, strict=True)):
