@@ -10,9 +10,10 @@ from jlookahead.decoding import Result, generate, iter_rounds
 from jlookahead.jacobi import Jacobi
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import KVCache, LlamaModel, TargetModel
-from jlookahead.model_config import ModelConfig, RopeConfig
+from jlookahead.model_config import ModelConfig
 from jlookahead.prompt_lookup import PromptLookup
 from jlookahead.recycling import Recycling
+from jlookahead.rope import RopeConfig
 from jlookahead.session import Session
 from jlookahead.state import RoundInfo, RoundState
 from jlookahead.strategy import Autoregressive, Strategy

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jlookahead.attention import PREFIX_CHUNK
 from jlookahead.call import CallArrays, bucket, prepare, resolve_model
 from jlookahead.config import Config, Sampling
-from jlookahead.model import PREFIX_CHUNK, Params, TargetModel
+from jlookahead.model import Params, TargetModel
 from jlookahead.processors import Context, process
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import select

@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jlookahead.attention import PREFIX_CHUNK
 from jlookahead.checks import check_int
 from jlookahead.config import Config, Sampling
 from jlookahead.lookahead import Lookahead
-from jlookahead.model import PREFIX_CHUNK, LlamaModel, Params, TargetModel
+from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.processors import Processor, on_device
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import Sampler

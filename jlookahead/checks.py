@@ -28,7 +28,7 @@ def check_bool(name: str, value: object) -> None:
         raise ValueError(f"{name}: got {value!r}, allowed is True or False")
 
 
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     """Raises `ValueError` unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(str, allowed))}")

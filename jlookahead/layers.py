@@ -42,18 +42,31 @@ def _row_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 class Linear(nn.Module):
-    """`x [..., in] -> [..., out]` with a kernel `[in, out]`, without bias."""
+    """`x [..., in] -> [..., out]` with a kernel `[in, out]`, in int8 one with scales `[out]`."""
 
     features: int
     dtype: jnp.dtype
+    use_bias: bool = False
+    quantization: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
+        if self.quantization == "int8":
+            kernel = self.param("kernel", nn.initializers.zeros, shape, jnp.int8)
+            kernel = kernel.astype(self.dtype)
+        else:
+            kernel = self.param("kernel", nn.initializers.normal(0.02), shape, self.dtype)
         if x.size > x.shape[-1]:
-            return _product(x, kernel)
-        return lax.platform_dependent(x, kernel, cpu=_row_product, default=_product)
+            y = _product(x, kernel)
+        else:
+            y = lax.platform_dependent(x, kernel, cpu=_row_product, default=_product)
+        if self.quantization == "int8":
+            scale = self.param("scale", nn.initializers.ones, (self.features,), jnp.float32)
+            y = (y.astype(jnp.float32) * scale).astype(self.dtype)
+        if self.use_bias:
+            y += self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
+        return y
 
 
 class RMSNorm(nn.Module):

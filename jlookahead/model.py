@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -24,18 +23,14 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
+from jlookahead.attention import attend
 from jlookahead.layers import Embedding, Linear, RMSNorm, TiedEmbedding, precision_of
-from jlookahead.model_config import ModelConfig, RopeConfig
+from jlookahead.model_config import ModelConfig
+from jlookahead.rope import rotary_angles, rotate
 
 Params = Any
 KVRows = tuple[tuple[jax.Array, jax.Array], ...]
-
-# Cache slots attended to at once. The loop over chunks has a traced trip count, so that the
-# cost follows the length in use and not the capacity.
-PREFIX_CHUNK = 256
 
 
 @flax.struct.dataclass
@@ -106,122 +101,46 @@ class TargetModel(Protocol):
         ...
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Rotary frequencies `[D / 2]` float32, as transformers `modeling_rope_utils` computes them.
-
-    An error of one unit in the last place moves the logits at position 1000 by 1e-4, and
-    NumPy's float32 power has such errors where PyTorch's has not: it is taken in float64.
-    """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    powers = rope.theta ** exponents.astype(np.float64)
-    frequencies = np.float32(1) / powers.astype(np.float32)
-    if rope.type == "linear":
-        return frequencies / np.float32(rope.factor)
-    if rope.type == "llama3":
-        wavelength = 2 * math.pi / frequencies
-        original = rope.original_max_position_embeddings
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-    return frequencies.astype(np.float32)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Half-split rotary embedding of `x [B, heads, Q, D]` by `cos`, `sin` `[B, 1, Q, D / 2]`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
-def _attend(
-    q: jax.Array,
-    new_keys: jax.Array,
-    new_values: jax.Array,
-    workspace_mask: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    lengths: jax.Array,
-) -> jax.Array:
-    """Attention of `q [B, K, G, Q, D]` over the workspace and the committed prefix.
-
-    The two parts are merged by running float32 (max, sum, unnormalised output), workspace
-    first: it is never empty, since every row sees itself, so no row's maximum stays at the
-    sentinel. No `[Q, S]` mask is ever built.
-    """
-    batch, kv_heads, group, num_rows, dim = q.shape
-    precision = precision_of(q.dtype)
-    blocked = jnp.finfo(jnp.float32).min
-    q = q.reshape(batch, kv_heads, group * num_rows, dim) * jnp.asarray(dim**-0.5, q.dtype)
-
-    def scores(k: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "bkqd,bksd->bkqs", q, k, precision=precision, preferred_element_type=jnp.float32
-        )
-
-    def weighted(p: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            "bkqs,bksd->bkqd",
-            p.astype(v.dtype),
-            v,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
-    mask = jnp.broadcast_to(workspace_mask, (batch, num_rows, num_rows))
-    mask = jnp.tile(mask, (1, group, 1))[:, None]
-    s = jnp.where(mask, scores(new_keys), blocked)
-    top = s.max(axis=-1, keepdims=True)
-    p = jnp.exp(s - top)
-    carry = top, p.sum(axis=-1, keepdims=True), weighted(p, new_values)
-
-    num_slots = keys.shape[2]
-    chunk = min(PREFIX_CHUNK, num_slots)
-    if num_slots % chunk:
-        raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")
-
-    def add_chunk(index: jax.Array, carry: tuple) -> tuple:
-        top, total, out = carry
-        start = index * chunk
-        k = lax.dynamic_slice_in_dim(keys, start, chunk, axis=2)
-        v = lax.dynamic_slice_in_dim(values, start, chunk, axis=2)
-        committed = start + jnp.arange(chunk) < lengths[:, None]
-        s = jnp.where(committed[:, None, None, :], scores(k), blocked)
-        new_top = jnp.maximum(top, s.max(axis=-1, keepdims=True))
-        p = jnp.exp(s - new_top)
-        shrink = jnp.exp(top - new_top)
-        return (
-            new_top,
-            total * shrink + p.sum(axis=-1, keepdims=True),
-            out * shrink + weighted(p, v),
-        )
-
-    num_chunks = (lengths.max() + chunk - 1) // chunk
-    _, total, out = lax.fori_loop(0, num_chunks, add_chunk, carry)
-    return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)
-
-
 class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, cos, sin, workspace_mask, keys, values, lengths):
+    def __call__(self, x, cos, sin, positions, workspace_mask, keys, values, lengths):
         cfg, dtype = self.config, jnp.dtype(self.config.dtype)
         batch, num_rows, _ = x.shape
 
-        def project(name: str, heads: int) -> jax.Array:
-            y = Linear(heads * cfg.head_dim, dtype, name=name)(x)
-            return y.reshape(batch, num_rows, heads, cfg.head_dim).transpose(0, 2, 1, 3)
+        linear = functools.partial(Linear, dtype=dtype, quantization=cfg.quantization)
 
-        q = _rotate(project("q_proj", cfg.num_attention_heads), cos, sin)
-        k = _rotate(project("k_proj", cfg.num_key_value_heads), cos, sin)
-        v = project("v_proj", cfg.num_key_value_heads)
+        def project(name: str, heads: int) -> jax.Array:
+            y = linear(heads * cfg.head_dim, use_bias=cfg.qkv_bias, name=name)(x)
+            return y.reshape(batch, num_rows, heads, cfg.head_dim)
+
+        q = project("q_proj", cfg.num_attention_heads)
+        k = project("k_proj", cfg.num_key_value_heads)
+        v = project("v_proj", cfg.num_key_value_heads).transpose(0, 2, 1, 3)
+        if cfg.qk_norm:
+            q = RMSNorm(cfg.rms_norm_eps, dtype, name="q_norm")(q)
+            k = RMSNorm(cfg.rms_norm_eps, dtype, name="k_norm")(k)
+        q = rotate(q.transpose(0, 2, 1, 3), cos, sin)
+        k = rotate(k.transpose(0, 2, 1, 3), cos, sin)
         # A row that must not be seen has weight 0, but 0 times infinity would be seen.
         v = jnp.where(jnp.isfinite(v), v, 0)
         group = cfg.num_attention_heads // cfg.num_key_value_heads
         q = q.reshape(batch, cfg.num_key_value_heads, group, num_rows, cfg.head_dim)
-        out = _attend(q, k, v, workspace_mask, keys, values, lengths)
+        scale = cfg.head_dim**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+        out = attend(
+            q * jnp.asarray(scale, dtype),
+            k,
+            v,
+            positions,
+            workspace_mask,
+            keys,
+            values,
+            lengths,
+            cfg.sliding_window,
+        )
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, num_rows, -1)
-        return Linear(cfg.hidden_size, dtype, name="o_proj")(out), (k, v)
+        return linear(cfg.hidden_size, use_bias=cfg.o_bias, name="o_proj")(out), (k, v)
 
 
 class MLP(nn.Module):
@@ -229,10 +148,16 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        cfg, dtype = self.config, jnp.dtype(self.config.dtype)
-        gate = Linear(cfg.intermediate_size, dtype, name="gate_proj")(x)
-        up = Linear(cfg.intermediate_size, dtype, name="up_proj")(x)
-        return Linear(cfg.hidden_size, dtype, name="down_proj")(nn.silu(gate) * up)
+        cfg = self.config
+        linear = functools.partial(
+            Linear,
+            dtype=jnp.dtype(cfg.dtype),
+            use_bias=cfg.mlp_bias,
+            quantization=cfg.quantization,
+        )
+        gate = linear(cfg.intermediate_size, name="gate_proj")(x)
+        up = linear(cfg.intermediate_size, name="up_proj")(x)
+        return linear(cfg.hidden_size, name="down_proj")(nn.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -241,11 +166,12 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x, *attention_inputs):
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.config.dtype)
+        scale = jnp.asarray(self.config.residual_scale, dtype)
         h = RMSNorm(eps, dtype, name="input_layernorm")(x)
         h, kv_rows = Attention(self.config, name="self_attn")(h, *attention_inputs)
-        x = x + h
+        x = x + scale * h
         h = RMSNorm(eps, dtype, name="post_attention_layernorm")(x)
-        return x + MLP(self.config, name="mlp")(h), kv_rows
+        return x + scale * MLP(self.config, name="mlp")(h), kv_rows
 
 
 class Llama(nn.Module):
@@ -256,20 +182,18 @@ class Llama(nn.Module):
     @nn.compact
     def __call__(self, tokens, positions, workspace_mask, cache, lengths):
         cfg, dtype = self.config, jnp.dtype(self.config.dtype)
-        angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(
-            cfg.rope, cfg.head_dim
-        )
-        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        cos, sin = rotary_angles(cfg.rope, cfg.head_dim, positions)
         table = (
             TiedEmbedding(cfg.vocab_size, cfg.hidden_size, dtype, name="lm_head")
             if cfg.tie_word_embeddings
             else Embedding(cfg.vocab_size, cfg.hidden_size, dtype, name="embed_tokens")
         )
-        x = table(tokens)
+        x = table(tokens) * jnp.asarray(cfg.embedding_scale, dtype)
         new_kv = []
         for i in range(cfg.num_hidden_layers):
             layer = DecoderLayer(cfg, name=f"layers_{i}")
-            x, kv_rows = layer(x, cos, sin, workspace_mask, cache.keys[i], cache.values[i], lengths)
+            inputs = positions, workspace_mask, cache.keys[i], cache.values[i], lengths
+            x, kv_rows = layer(x, cos, sin, *inputs)
             new_kv.append(kv_rows)
         return RMSNorm(cfg.rms_norm_eps, dtype, name="norm")(x), tuple(new_kv)
 
@@ -337,12 +261,17 @@ class LlamaModel:
         )
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return jnp.matmul(
+        logits = jnp.matmul(
             hidden,
             params["lm_head"]["kernel"],
             precision=precision_of(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+        logits = logits / self.config.logits_divisor
+        if not self.config.num_padding_ids:
+            return logits
+        is_token = jnp.arange(self.vocab_size) < self.vocab_size - self.config.num_padding_ids
+        return jnp.where(is_token, logits, -jnp.inf)
 
 
 def _leaves(params: Params) -> dict[str, tuple[tuple[int, ...], str]]:

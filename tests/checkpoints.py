@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from jlookahead.checkpoints import LoadedModel, converted
+from jlookahead.checkpoints.params import flat
 from jlookahead.model import LlamaModel, Params
 from jlookahead.model_config import ModelConfig
 
@@ -96,6 +100,23 @@ def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def write_converted(model: LoadedModel, folder: Path) -> None:
+    """Writes the project's own format into a directory."""
+    converted.write_params(flat(model.params).items(), folder)
+    converted.write_manifest(model.config, model.tokenizer, model.defaults, folder)
+
+
+def rewrite_converted(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the parameters of a converted directory, by top-level module."""
+    path = folder / converted.PARAMS
+    with ocp.StandardCheckpointer() as checkpointer:
+        params = {entry.name: checkpointer.restore(entry) for entry in path.iterdir()}
+        change(params)
+        shutil.rmtree(path)
+        for module, tree in params.items():
+            checkpointer.save(path / module, tree)
+
+
 def read_weight_map(folder: Path) -> dict[str, str]:
     return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
 
@@ -114,6 +135,12 @@ def write_hub_cache(cache: Path, repo_id: str, config: Mapping[str, Any], tensor
     return snapshot
 
 
+_GGUF_SCALES = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _GGUF_MODULES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
@@ -124,6 +151,8 @@ _GGUF_MODULES = {
     "k_proj": "attn_k",
     "v_proj": "attn_v",
     "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
@@ -136,35 +165,42 @@ def write_gguf(
     tensors: Tensors,
     *,
     metadata: Mapping[str, Any] | None = None,
-    extra_tensors: Tensors | None = None,
+    extra_tensors: Mapping[str, Any] | None = None,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> Path:
-    """Writes what llama.cpp's converter writes, q and k rows interleaved.
+    """Writes what llama.cpp's converter writes, for its own rotary pairs q and k interleaved.
 
     Args:
         file: where.
         config: Hugging Face fields.
         tensors: Hugging Face names and order.
         metadata: further keys; None as a value removes one written by default.
-        extra_tensors: written as they are, under these names.
+        extra_tensors: written as they are, under these names; bytes with their type as a pair.
         quantization: of the matrices; vectors stay float32.
     """
+    model_type = config["model_type"]
+    prefix = "llama" if model_type == "mistral" else model_type
+    scales = {key: config[name] for name, key in _GGUF_SCALES.items() if name in config}
     fields: dict[str, Any] = {
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.key_length": config["head_dim"],
-        "llama.attention.value_length": config["head_dim"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config["rope_theta"],
-        "llama.rope.dimension_count": config["head_dim"],
-        "llama.vocab_size": config["vocab_size"],
-        **(metadata or {}),
+        f"{prefix}.{key}": value
+        for key, value in {
+            "block_count": config["num_hidden_layers"],
+            "context_length": config["max_position_embeddings"],
+            "embedding_length": config["hidden_size"],
+            "feed_forward_length": config["intermediate_size"],
+            "attention.head_count": config["num_attention_heads"],
+            "attention.head_count_kv": config["num_key_value_heads"],
+            "attention.key_length": config["head_dim"],
+            "attention.value_length": config["head_dim"],
+            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+            "rope.freq_base": config["rope_theta"],
+            "rope.dimension_count": config["head_dim"],
+            "vocab_size": config["vocab_size"],
+            **scales,
+        }.items()
     }
-    architecture = fields.pop("general.architecture", "llama")
+    fields |= metadata or {}
+    architecture = fields.pop("general.architecture", prefix)
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in fields.items():
         if isinstance(value, bool):
@@ -179,16 +215,18 @@ def write_gguf(
             writer.add_array(key, value)
     for name, tensor in tensors.items():
         parts = name.removeprefix("model.").split(".")
-        prefix = f"blk.{parts[1]}." if parts[0] == "layers" else ""
-        tensor = _interleave(tensor, parts[-2], config)
+        layer = f"blk.{parts[1]}." if parts[0] == "layers" else ""
+        if prefix in ("llama", "granite"):
+            tensor = _interleave(tensor, parts[-2], config)
         kind = quantization if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(
-            f"{prefix}{_GGUF_MODULES[parts[-2]]}.weight",
+            f"{layer}{_GGUF_MODULES[parts[-2]]}.{parts[-1]}",
             gguf.quants.quantize(tensor, kind),
             raw_dtype=kind,
         )
-    for name, tensor in (extra_tensors or {}).items():
-        writer.add_tensor(name, tensor)
+    for name, extra in (extra_tensors or {}).items():
+        data, kind = extra if isinstance(extra, tuple) else (extra, None)
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

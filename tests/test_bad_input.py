@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import jlookahead as jl
 from jlookahead.call import prepare
-from jlookahead.model_config import from_hf_config
+from jlookahead.checkpoints.hf_config import from_hf_config
 from jlookahead.processors import (
     AllowedTokens,
     BannedTokens,
@@ -351,8 +351,8 @@ def test_a_model_is_needed():
     [
         ({"model_type": "mamba"}, "model_type: got 'mamba'"),
         ({"model_type": None}, "model_type: got None"),
-        ({"attention_bias": True}, "attention_bias: got True"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": "yes"}, "qkv_bias: got 'yes'"),
+        ({"mlp_bias": 1}, "mlp_bias: got 1"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
         ({"sliding_window": 4096}, "sliding_window"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -362,7 +362,7 @@ def test_a_model_is_needed():
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim: got 7"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type: got 'longrope'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type: got 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope factor: got 0.5"),
         ({"rope_scaling": {"type": "linear"}}, "factor missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor: got 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "beta"),

@@ -14,7 +14,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from jlookahead import checkpoints
 from jlookahead.checkpoints.params import hf_tensors
-from jlookahead.model_config import ModelConfig, RopeConfig
+from jlookahead.model_config import ModelConfig
+from jlookahead.rope import RopeConfig
 
 
 @pytest.fixture(scope="session")

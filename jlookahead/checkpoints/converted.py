@@ -1,60 +1,103 @@
-"""The project's own checkpoint directory: Orbax parameters, one JSON file, tokenizer files."""
+"""The project's own checkpoint directory: Orbax parameters, one JSON file, tokenizer files.
+
+Each top-level module (`layers_0`, `layers_1`, ..., `norm`) is an Orbax checkpoint of its own, which
+appears whole or not at all: a conversion holds one of them in memory and goes on where a killed one
+ended. The JSON file is written last; without it the directory is no checkpoint.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
+from jax.sharding import Mesh
 
 from jlookahead.checkpoints.defaults import Defaults
 from jlookahead.checkpoints.errors import first_line
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.loaded_model import LoadedModel
-from jlookahead.checkpoints.params import Progress, require_finite
-from jlookahead.checkpoints.tokenizer import read_tokenizer
+from jlookahead.checkpoints.params import Progress, flat, quantized, require_finite, unflattened
+from jlookahead.checkpoints.tokenizer import Tokenizer, read_tokenizer
 from jlookahead.model import LlamaModel, Params
-from jlookahead.model_config import ModelConfig, RopeConfig
+from jlookahead.model_config import ModelConfig
+from jlookahead.rope import RopeConfig
+from jlookahead.sharding import param_sharding
 
 MANIFEST = "jlookahead.json"
-_PARAMS = "params"
-_FORMAT = 2  # 1: weights [out, in]
+PARAMS = "params"
+_FORMAT = 3  # 1: weights [out, in]; 2: one Orbax checkpoint of all modules
 
 
-def write_converted(model: LoadedModel, folder: Path) -> None:
-    """Writes a model into an existing empty directory."""
+def module_of(name: str) -> str:
+    """`layers_0.mlp.up_proj.kernel` -> `layers_0`."""
+    return name.split(".")[0]
+
+
+def written_modules(folder: Path) -> set[str]:
+    """The modules whose parameters an interrupted conversion has written."""
+    path = folder / PARAMS
+    return {entry.name for entry in path.iterdir() if _is_whole(entry)} if path.is_dir() else set()
+
+
+def write_params(leaves: Iterable[tuple[str, jax.Array]], folder: Path) -> None:
+    """Writes parameters given module after module, never holding more than one.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written.
+    """
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / _PARAMS).absolute(), model.params)
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
+        for module, group in itertools.groupby(leaves, lambda leaf: module_of(leaf[0])):
+            path = (folder / PARAMS / module).absolute()
+            tree = unflattened(group)[module]
+            try:
+                checkpointer.save(path, tree)
+                checkpointer.wait_until_finished()
+            except Exception as error:  # TensorStore wraps what the disk says
+                raise OSError(f"{path}: cannot be written: {first_line(error)}") from error
+
+
+def write_manifest(
+    config: ModelConfig, tokenizer: Tokenizer | None, defaults: Defaults, folder: Path
+) -> None:
+    """Writes all but the parameters, which makes the directory a checkpoint."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     manifest = {
         "format": _FORMAT,
-        "model": dataclasses.asdict(model.config),
-        "defaults": dataclasses.asdict(model.defaults),
+        "model": dataclasses.asdict(config),
+        "defaults": dataclasses.asdict(defaults),
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def read_converted(folder: Path, dtype: str, progress: Progress) -> LoadedModel:
-    """Reads a directory that `write_converted` wrote.
+def read_converted(
+    folder: Path, dtype: str, quantize: str | None, mesh: Mesh | None, progress: Progress
+) -> LoadedModel:
+    """Reads such a directory; the arguments are those of `load`.
 
     Raises:
         ValueError: another format version, a damaged file, parameters that are not exactly those
             of the model.
     """
-    config, defaults = _parse_manifest(folder / MANIFEST, dtype)
+    stored, defaults = parse_manifest(folder / MANIFEST, dtype)
     tokenizer = read_tokenizer(folder)
-    params = _read_params(folder / _PARAMS, config, progress)
+    config = stored
+    if quantize is not None:
+        config = dataclasses.replace(stored, quantization=quantize)
+    params = _read_params(folder / PARAMS, stored, config, mesh, progress)
     return LoadedModel(params, config, tokenizer, defaults)
 
 
-def _parse_manifest(path: Path, dtype: str) -> tuple[ModelConfig, Defaults]:
+def parse_manifest(path: Path, dtype: str) -> tuple[ModelConfig, Defaults]:
+    """The network, computed in `dtype`, and its generation defaults."""
     manifest = read_json(path)
     if manifest.get("format") != _FORMAT:
         raise ValueError(f"{path}: format: got {manifest.get('format')!r}, supported is {_FORMAT}")
@@ -71,48 +114,85 @@ def _parse_manifest(path: Path, dtype: str) -> tuple[ModelConfig, Defaults]:
     return config, dataclasses.replace(defaults, eos_token_ids=eos)
 
 
-def _read_params(path: Path, config: ModelConfig, progress: Progress) -> Params:
+def _read_params(
+    path: Path, stored: ModelConfig, config: ModelConfig, mesh: Mesh | None, progress: Progress
+) -> Params:
+    """Reads the parameters of `stored`, and quantises them if `config` says so and it does not."""
     import orbax.checkpoint as ocp
 
-    # Without a sharding Orbax would restore onto the devices the arrays were saved from.
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        LlamaModel(config).abstract_params(),
-    )
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=param_sharding(name, leaf.shape, config, mesh)
+        )
+        for name, leaf in flat(LlamaModel(stored).abstract_params()).items()
+    }
+    leaves: list[tuple[str, jax.Array]] = []
+    modules = {
+        module: dict(group)
+        for module, group in itertools.groupby(abstract.items(), lambda leaf: module_of(leaf[0]))
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        for problem in leaf_problems(path, abstract, read_metadata(path)):
+            raise ValueError(problem)
+        for module in progress(list(modules)):
+            try:
+                tree = checkpointer.restore(
+                    (path / module).absolute(), unflattened(modules[module].items())[module]
+                )
+            except Exception as error:  # whatever Orbax and TensorStore raise on damaged files
+                raise _unreadable(path / module, error) from error
+            for name, array in flat({module: tree}).items():
+                if jnp.issubdtype(array.dtype, jnp.floating):
+                    require_finite(array, f"tensor {name!r} in {path}")
+                if stored.quantization is None:
+                    leaves.extend(quantized(name, array, config, mesh))
+                else:
+                    leaves.append((name, array))
+    return unflattened(leaves)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Shape and dtype of every stored array by dotted name.
+
+    Raises:
+        ValueError: a checkpoint that Orbax cannot read.
+    """
+    import orbax.checkpoint as ocp
+
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            stored = checkpointer.metadata(path.absolute()).item_metadata.tree
+            entries = sorted(entry for entry in path.absolute().iterdir() if entry.is_dir())
+            return flat(
+                {entry.name: checkpointer.metadata(entry).item_metadata.tree for entry in entries}
+            )
         except Exception as error:  # whatever Orbax and TensorStore raise on damaged files
             raise _unreadable(path, error) from error
-        _require_same_tree(path, abstract, stored)
-        try:
-            params = checkpointer.restore(path.absolute(), abstract)
-        except Exception as error:
-            raise _unreadable(path, error) from error
-    flat = traverse_util.flatten_dict(params, sep=".")
-    for name in progress(list(flat)):
-        require_finite(flat[name], f"tensor {name!r} in {path}")
-    return params
 
 
-def _require_same_tree(path: Path, abstract: Params, stored: Any) -> None:
-    """Compares names, shapes and kinds from the metadata, where Orbax would be lenient."""
-    expected = traverse_util.flatten_dict(abstract, sep=".")
-    found = traverse_util.flatten_dict(stored, sep=".")
+def leaf_problems(path: Path, expected: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """What differs in names, shapes and kinds, one line each, where Orbax would be lenient."""
     for name, leaf in found.items():
+        tensor = f"tensor {name!r} in {path}"
         if name not in expected:
-            raise ValueError(f"tensor {name!r} in {path}: not a parameter of the model")
-        if tuple(leaf.shape) != expected[name].shape:
-            raise ValueError(
-                f"tensor {name!r} in {path}: shape is {list(leaf.shape)}, must be "
-                f"{list(expected[name].shape)}"
-            )
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"tensor {name!r} in {path}: dtype is {leaf.dtype}, must be floating")
+            yield f"{tensor}: not a parameter of the model"
+            continue
+        shape, kind = expected[name].shape, jnp.floating
+        if expected[name].dtype == jnp.int8:
+            kind = jnp.int8
+        if tuple(leaf.shape) != shape:
+            yield f"{tensor}: shape is {list(leaf.shape)}, must be {list(shape)}"
+        elif not jnp.issubdtype(leaf.dtype, kind):
+            yield f"{tensor}: dtype is {leaf.dtype}, must be {kind.__name__}"
     for name in expected:
         if name not in found:
-            raise ValueError(f"{path}: tensor {name!r} is missing")
+            yield f"{path}: tensor {name!r} is missing"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether Orbax has finished this checkpoint; it writes under another name before."""
+    import orbax.checkpoint as ocp
+
+    return path.is_dir() and not ocp.utils.is_tmp_checkpoint(path)
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:

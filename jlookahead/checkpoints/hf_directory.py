@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from pathlib import Path
 
-from jlookahead.checkpoints.defaults import merge_defaults
+import numpy as np
+
+from jlookahead.checkpoints.defaults import Defaults, merge_defaults
 from jlookahead.checkpoints.errors import first_line
+from jlookahead.checkpoints.hf_config import from_hf_config
 from jlookahead.checkpoints.json_file import read_json
-from jlookahead.checkpoints.loaded_model import LoadedModel
-from jlookahead.checkpoints.params import Progress, StoredTensor, fill_params
-from jlookahead.checkpoints.tokenizer import read_tokenizer
-from jlookahead.model_config import ModelConfig, from_hf_config
+from jlookahead.checkpoints.stored import Index, StoredModel, StoredTensor
+from jlookahead.checkpoints.tokenizer import Tokenizer, read_tokenizer
+from jlookahead.model_config import ModelConfig
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_FLOATING = ("F64", "F32", "F16", "BF16")
+# Of one number, by the dtypes that are supported.
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
-def read_hf_directory(folder: Path, dtype: str, progress: Progress) -> LoadedModel:
-    """Reads a `save_pretrained` directory of a LLaMA.
+def open_hf_directory(folder: Path, dtype: str) -> StoredModel:
+    """Reads all of a `save_pretrained` directory but the weights.
 
     Raises:
         FileNotFoundError: `config.json` or weights missing.
         ValueError: an unsupported configuration, or files that contradict each other.
     """
-    config = _parse_config(folder / CONFIG, dtype)
+    config = parse_config(folder / CONFIG, dtype)
     tensors = _read_tensors(folder)
     tokenizer = read_tokenizer(folder)
+    config = with_padding(config, tokenizer)
+    defaults = read_defaults(folder, tokenizer, config.vocab_size)
+    return StoredModel(folder, config, tokenizer, defaults, tensors)
+
+
+def parse_config(path: Path, dtype: str) -> ModelConfig:
+    """The network that a `config.json` describes."""
+    fields = read_json(path)
+    try:
+        return from_hf_config(fields, dtype)
+    except (TypeError, ValueError) as error:  # TypeError: a field of another JSON type
+        raise ValueError(f"{path}: {error}") from error
+
+
+def with_padding(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The network, told which ids at the end of its vocabulary the tokenizer does not have."""
+    if tokenizer is None:
+        return config
+    num_ids = max(tokenizer.get_vocab().values()) + 1
+    # A tokenizer may have more: many add a padding token that the network never saw.
+    return dataclasses.replace(config, num_padding_ids=max(config.vocab_size - num_ids, 0))
+
+
+def read_defaults(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Defaults:
+    """What the configuration files and the tokenizer say about generation."""
     sources = [
         (str(folder / name), read_json(folder / name))
         for name in (GENERATION_CONFIG, CONFIG)
@@ -40,17 +70,7 @@ def read_hf_directory(folder: Path, dtype: str, progress: Progress) -> LoadedMod
         names = ("eos_token_id", "pad_token_id", "bos_token_id")
         fields = {name: getattr(tokenizer, name) for name in names}
         sources.append((f"tokenizer of {folder}", fields))
-    defaults = merge_defaults(sources, config.vocab_size)
-    params = fill_params(tensors, config, folder, progress)
-    return LoadedModel(params, config, tokenizer, defaults)
-
-
-def _parse_config(path: Path, dtype: str) -> ModelConfig:
-    fields = read_json(path)
-    try:
-        return from_hf_config(fields, dtype)
-    except (TypeError, ValueError) as error:  # TypeError: a field of another JSON type
-        raise ValueError(f"{path}: {error}") from error
+    return merge_defaults(sources, vocab_size)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -61,7 +81,7 @@ def weight_files(folder: Path) -> list[str]:
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
-    return sorted(set(_weight_map(folder / INDEX).values()))
+    return sorted(set(read_weight_map(folder / INDEX).values()))
 
 
 def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -72,16 +92,16 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
         ValueError: a file that cannot be read, or one that disagrees with the index.
     """
     if not (folder / INDEX).is_file():
-        _require_single_file(folder)
-        return _read_header(folder / SINGLE)
-    weight_map = _weight_map(folder / INDEX)
+        require_single_file(folder)
+        return read_header(folder / SINGLE)
+    weight_map = read_weight_map(folder / INDEX)
     files = sorted(set(weight_map.values()))
     for file in files:
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder / file}: no such file, but {INDEX} names it")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for name, tensor in _read_header(folder / file).items():
+        for name, tensor in read_header(folder / file).items():
             if name not in weight_map:
                 raise ValueError(f"{tensor}: not in {INDEX}")
             if weight_map[name] != file:
@@ -93,7 +113,8 @@ def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor, as the index has it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map must be a non-empty object")
@@ -103,7 +124,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _require_single_file(folder: Path) -> None:
+def require_single_file(folder: Path) -> None:
+    """Raises the error that says what is there instead."""
     if (folder / SINGLE).is_file():
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
@@ -114,21 +136,29 @@ def _require_single_file(folder: Path) -> None:
     raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} (safetensors weights) found")
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name."""
     from safetensors import SafetensorError, safe_open
 
+    tensors = {}
     try:
-        handle = safe_open(file, framework="numpy")
+        with safe_open(file, framework="numpy") as handle:
+            for name in handle.keys():
+                info = handle.get_slice(name)
+                shape, dtype = tuple(info.get_shape()), info.get_dtype()
+                read = functools.partial(_read_part, file, name)
+                num_bytes = math.prod(shape) * _BYTES.get(dtype, 0)
+                is_floating = dtype in _BYTES
+                tensors[name] = StoredTensor(name, file, shape, dtype, is_floating, num_bytes, read)
     except SafetensorError as error:
         raise ValueError(f"{file}: not a complete safetensors file: {first_line(error)}") from error
-    tensors = {}
-    for name in handle.keys():
-        info = handle.get_slice(name)
-        read = functools.partial(handle.get_tensor, name)
-        tensors[name] = StoredTensor(name, file, tuple(info.get_shape()), read)
-        if info.get_dtype() not in _FLOATING:
-            raise ValueError(
-                f"{tensors[name]}: dtype is {info.get_dtype()}, must be one of "
-                f"{', '.join(_FLOATING)}"
-            )
     return tensors
+
+
+def _read_part(file: Path, name: str, index: Index) -> np.ndarray:
+    from safetensors import safe_open
+
+    # Opened for every part: the library maps the file, and pages that were read stay resident
+    # until it is closed.
+    with safe_open(file, framework="numpy") as handle:
+        return handle.get_slice(name)[index]

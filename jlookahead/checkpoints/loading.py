@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from jlookahead.checkpoints import converted, gguf_file, hf_directory, hub
 from jlookahead.checkpoints.loaded_model import LoadedModel
-from jlookahead.checkpoints.params import Progress
+from jlookahead.checkpoints.params import Progress, match_tensors, read_params, unflattened
+from jlookahead.checkpoints.stored import StoredModel
+from jlookahead.checks import check_choice
 from jlookahead.model_config import DTYPES
+from jlookahead.quantization import QUANTIZATIONS
 
 
-def load(path_or_id: str | Path | None = None, *, dtype: str = "float32") -> LoadedModel:
-    """Loads a LLaMA checkpoint onto the default device.
+def load(
+    path_or_id: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+) -> LoadedModel:
+    """Loads a checkpoint of a LLaMA-family model onto the default device, or onto a mesh.
 
     Args:
         path_or_id: one of
@@ -26,6 +38,10 @@ def load(path_or_id: str | Path | None = None, *, dtype: str = "float32") -> Loa
             - a Hugging Face Hub id, `"organisation/name"`, taken from the local hub cache or
               downloaded into it. A path that exists wins over an id.
         dtype: of parameters and computation: `float32`, `bfloat16` or `float16`.
+        quantize: `int8` for kernels in bytes, a scale per output channel; saves memory, not exact.
+            None leaves the weights as they are.
+        mesh: with an axis `tensor`, over which the parameters are split; every device's part is
+            read for itself. None for the default device.
 
     Returns:
         the model, its configuration, tokenizer and generation defaults.
@@ -35,26 +51,52 @@ def load(path_or_id: str | Path | None = None, *, dtype: str = "float32") -> Loa
         ValueError: an unknown dtype, an unsupported architecture, or a checkpoint that does not
             give every parameter exactly once. All messages are one line.
     """
-    return load_with_progress(path_or_id, dtype=dtype, progress=iter)
+    return load_with_progress(path_or_id, dtype=dtype, quantize=quantize, mesh=mesh, progress=iter)
 
 
 def load_with_progress(
-    path_or_id: str | Path | None, *, dtype: str, progress: Progress
+    path_or_id: str | Path | None,
+    *,
+    dtype: str,
+    progress: Progress,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """`load`, with `progress` wrapped around the names of the tensors that are read."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, allowed are {', '.join(DTYPES)}")
-    path = _locate(path_or_id)
+    """`load`, with `progress` wrapped around the names of what is read."""
+    _check(dtype, quantize)
+    path = locate(path_or_id)
+    if is_converted(path):
+        return converted.read_converted(path, dtype, quantize, mesh, progress)
+    stored = open_checkpoint(path, dtype=dtype, quantize=quantize)
+    params = unflattened(read_params(match_tensors(stored), stored.config, progress, mesh))
+    return LoadedModel(params, stored.config, stored.tokenizer, stored.defaults)
+
+
+def open_checkpoint(path: Path, *, dtype: str, quantize: str | None = None) -> StoredModel:
+    """Reads all of a Hugging Face directory or GGUF file but the weights; see `load`."""
+    _check(dtype, quantize)
     if path.is_dir():
-        if (path / converted.MANIFEST).is_file():
-            return converted.read_converted(path, dtype, progress)
-        return hf_directory.read_hf_directory(path, dtype, progress)
-    if path.suffix == ".gguf":
-        return gguf_file.read_gguf(path, dtype, progress)
-    raise ValueError(f"{path}: not a checkpoint, which is a directory or a .gguf file")
+        stored = hf_directory.open_hf_directory(path, dtype)
+    elif path.suffix == ".gguf":
+        stored = gguf_file.open_gguf(path, dtype)
+    else:
+        raise ValueError(f"{path}: not a checkpoint, which is a directory or a .gguf file")
+    config = dataclasses.replace(stored.config, quantization=quantize)
+    return dataclasses.replace(stored, config=config)
 
 
-def _locate(path_or_id: str | Path | None) -> Path:
+def is_converted(path: Path) -> bool:
+    """Whether this is a directory that `python -m checkpoints_convert` wrote."""
+    return (path / converted.MANIFEST).is_file()
+
+
+def _check(dtype: str, quantize: str | None) -> None:
+    check_choice("dtype", dtype, DTYPES)
+    check_choice("quantize", quantize, (None, *QUANTIZATIONS))
+
+
+def locate(path_or_id: str | Path | None) -> Path:
+    """The file or directory that `load` reads, downloaded if it must be."""
     if path_or_id is None:
         path = Path(str(importlib.resources.files("jlookahead") / "bundled"))
         if not path.is_dir():
