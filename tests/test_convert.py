@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import checkpoints as files
 import numpy as np
@@ -101,17 +102,104 @@ def test_existing_destination_is_left_alone(source, tmp_path, capsys):
     assert list((tmp_path / "new").iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_failure_leaves_nothing_behind(source, tmp_path, monkeypatch, error):
-    def fail(model, folder):
-        (folder / "half").touch()
-        raise error
-
-    monkeypatch.setattr(converted, "write_converted", fail)
+def test_a_source_that_cannot_be_used_leaves_nothing_behind(source, tmp_path, capsys):
+    tensors = files.random_tensors(CONFIG)
+    tensors["model.norm.weight"][0] = np.nan  # read last
+    files.write_hf(source, CONFIG, tensors)
     before = sorted(tmp_path.iterdir())
-    status = 2 if isinstance(error, OSError) else 130
-    assert main(["from-hf", str(source), str(tmp_path / "new")]) == status
+    assert main(["from-hf", str(source), str(tmp_path / "new")]) == 2
+    assert "'model.norm.weight'" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
+
+
+PARTIAL = ".new.partial"
+MODULES = ["embed_tokens", "layers_0", "lm_head", "norm"]
+
+
+def saves(monkeypatch) -> list[str]:
+    """Names of the modules that are written from now on."""
+    save, saved = ocp.StandardCheckpointer.save, []
+
+    def recorded(self, path, *args, **kwargs):
+        saved.append(path.name)
+        return save(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", recorded)
+    return saved
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_interrupted_conversion_goes_on(source, tmp_path, monkeypatch, capsys, error):
+    arguments = ["from-hf", str(source), str(tmp_path / "new")]
+    with monkeypatch.context() as patched:
+        wait = ocp.StandardCheckpointer.wait_until_finished
+
+        def fail(self):
+            wait(self)
+            if len(saved) == 2:
+                raise error
+
+        saved = saves(patched)
+        patched.setattr(ocp.StandardCheckpointer, "wait_until_finished", fail)
+        assert main(arguments) == (2 if isinstance(error, OSError) else 130)
+    if isinstance(error, OSError):
+        message = capsys.readouterr().err
+        assert "No space left" in message and PARTIAL in message and message.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    written = converted.written_modules(tmp_path / PARTIAL)
+    refusal(tmp_path / PARTIAL, (ValueError, FileNotFoundError))
+
+    again = saves(monkeypatch)
+    assert main(arguments) == 0
+    assert sorted([*written, *again]) == MODULES and written
+    assert not (tmp_path / PARTIAL).exists()
+    expected = hf_tensors(checkpoints.load(source).params)
+    for name, array in hf_tensors(checkpoints.load(tmp_path / "new").params).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("change", ["source", "dtype"])
+def test_what_another_conversion_left_is_not_used(source, tmp_path, monkeypatch, change):
+    partial = tmp_path / PARTIAL
+    with monkeypatch.context() as patched:
+        patched.setattr(converted, "write_manifest", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["from-hf", str(source), str(tmp_path / "new")])
+    assert sorted(converted.written_modules(partial)) == MODULES
+    arguments = ["from-hf", str(source), str(tmp_path / "new")]
+    if change == "source":
+        files.write_hf(source, CONFIG, files.random_tensors(CONFIG, seed=1))
+    else:
+        arguments += ["--dtype", "bfloat16"]
+    saved = saves(monkeypatch)
+    assert main(arguments) == 0
+    assert sorted(saved) == MODULES
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
+def test_a_killed_conversion_leaves_nothing_that_loads(source, tmp_path, seconds):
+    """Killed a random time after the output directory appears, then run again."""
+    destination, partial = tmp_path / "new", tmp_path / PARTIAL
+    command = [sys.executable, "-m", "checkpoints_convert", "from-hf", source, destination]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not partial.exists() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    process.kill()
+    process.wait()
+    if not destination.exists():  # else it was done by then
+        refusal(partial, (ValueError, FileNotFoundError))
+        assert main(["from-hf", str(source), str(destination)]) == 0
+    expected = hf_tensors(checkpoints.load(source).params)
+    for name, array in hf_tensors(checkpoints.load(destination).params).items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_output_that_may_not_be_written(source, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["from-hf", str(source), str(tmp_path / "file" / "new")]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and str(tmp_path / "file") in message
 
 
 # --- directories that were tampered with ---
@@ -120,7 +208,7 @@ def test_failure_leaves_nothing_behind(source, tmp_path, monkeypatch, error):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format=1), "format: got 1, supported is 2"),
+        (lambda m: m.update(format=1), "format: got 1, supported is 3"),
         (lambda m: m.pop("model"), "field 'model' is missing"),
         (lambda m: m["model"].pop("rope"), "field 'rope' is missing"),
         (lambda m: m["model"].pop("hidden_size"), "'hidden_size'"),
@@ -146,13 +234,6 @@ def test_manifest_that_is_no_json(converted_folder):
     assert "jlookahead.json: invalid JSON" in refusal(converted_folder)
 
 
-def rewrite_params(folder, change):
-    with ocp.StandardCheckpointer() as checkpointer:
-        params = checkpointer.restore(folder / "params")
-        change(params)
-        checkpointer.save(folder / "params", params, force=True)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -164,7 +245,7 @@ def rewrite_params(folder, change):
     ],
 )
 def test_tampered_params(converted_folder, change, message):
-    rewrite_params(converted_folder, change)
+    files.rewrite_converted(converted_folder, change)
     assert message in refusal(converted_folder)
 
 
