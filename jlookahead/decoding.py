@@ -22,8 +22,16 @@ from jlookahead.config import Config
 from jlookahead.model import KVCache, Params, TargetModel
 from jlookahead.ngram_pool import NgramPool
 from jlookahead.prompts import Prompt
-from jlookahead.rounds import decode_round
-from jlookahead.state import FINISH_REASONS, RUNNING, SOURCES, PromptRead, RoundInfo, RoundState
+from jlookahead.rounds import decode_round, propose, round_of_size, size_index
+from jlookahead.state import (
+    FINISH_REASONS,
+    RUNNING,
+    SOURCES,
+    Draft,
+    PromptRead,
+    RoundInfo,
+    RoundState,
+)
 from jlookahead.strategy import Strategy
 from jlookahead.text import cut_at_stop, decode
 from jlookahead.vocabulary import top_tokens
@@ -286,6 +294,15 @@ class Progress:
     num_rounds: jax.Array  # [B]
 
 
+@flax.struct.dataclass
+class _Loop:
+    """What the loop over rounds carries."""
+
+    num_rounds: jax.Array  # [] int32
+    state: RoundState
+    draft: Draft  # of the next round
+
+
 @functools.partial(jax.jit, static_argnames=("model", "strategy"), donate_argnames=("state",))
 def run_rounds(
     model: TargetModel,
@@ -294,17 +311,33 @@ def run_rounds(
     state: RoundState,
     max_rounds: jax.Array,
 ) -> tuple[RoundState, Progress]:
-    """Runs rounds until every row is done, at most `max_rounds`; never talks to the host."""
+    """Runs rounds until every row is done, at most `max_rounds`; never talks to the host.
 
-    def is_running(carry):
-        index, state = carry
-        return (index < max_rounds) & ~state.done.all()
+    Rounds of each size have a loop of their own inside the loop over all of them. In the branches
+    of a conditional they would have to agree on the shape of what they write into the cache.
+    """
 
-    def run_round(carry):
-        index, state = carry
-        return index + 1, decode_round(model, strategy, params, state)[0]
+    def is_running(carry: _Loop) -> jax.Array:
+        return (carry.num_rounds < max_rounds) & ~carry.state.done.all()
 
-    _, state = lax.while_loop(is_running, run_round, (jnp.int32(0), state))
+    def run_size(carry: _Loop, index: int, num_drafts: int) -> _Loop:
+        def is_of_size(carry: _Loop) -> jax.Array:
+            needed = size_index(strategy.layout, carry.state, carry.draft)
+            return is_running(carry) & (needed == index)
+
+        def run_round(carry: _Loop) -> _Loop:
+            state, _ = round_of_size(model, strategy, num_drafts, params, carry.state, carry.draft)
+            return _Loop(carry.num_rounds + 1, state, propose(strategy, state))
+
+        return lax.while_loop(is_of_size, run_round, carry)
+
+    def run_sizes(carry: _Loop) -> _Loop:
+        for index, num_drafts in enumerate(strategy.layout.draft_sizes):
+            carry = run_size(carry, index, num_drafts)
+        return carry
+
+    start = _Loop(jnp.int32(0), state, propose(strategy, state))
+    state = lax.while_loop(is_running, run_sizes, start).state
     fields = (field.name for field in dataclasses.fields(Progress))
     return state, Progress(**{name: getattr(state, name) for name in fields})
 

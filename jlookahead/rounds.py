@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import chex
 import flax.struct
@@ -35,33 +34,72 @@ def decode_round(
         params: of the model.
         state: read-only; rows that are done pass through unchanged.
     """
-    layout = strategy.layout
+    layout, draft = strategy.layout, propose(strategy, state)
+    rounds = [
+        functools.partial(round_of_size, model, strategy, size, params)
+        for size in layout.draft_sizes
+    ]
+    return lax.switch(size_index(layout, state, draft), rounds, state, draft)
+
+
+def propose(strategy: Strategy, state: RoundState) -> Draft:
+    """The drafts of the next round."""
     with jax.named_scope("propose"):
         draft = strategy.propose(state)
-        chex.assert_shape(jax.tree.leaves(draft), (len(state.length), layout.num_drafts))
+        shape = (len(state.length), strategy.layout.num_drafts)
+        chex.assert_shape(jax.tree.leaves(draft), shape)
+    return draft
+
+
+def size_index(layout: Layout, state: RoundState, draft: Draft) -> jax.Array:
+    """Which of `layout.draft_sizes` is the least that holds every valid draft."""
+    last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
+    num_needed = jnp.where(state.done, 0, last_valid).max()
+    return jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
+
+
+def round_of_size(
+    model: TargetModel,
+    strategy: Strategy,
+    num_drafts: int,
+    params: Params,
+    state: RoundState,
+    draft: Draft,
+) -> tuple[RoundState, RoundInfo]:
+    """The rest of a round, of which the first `num_drafts` draft rows are computed."""
+    layout = strategy.layout
     with jax.named_scope("pack"):
-        rows = pack(layout, state, draft)
-        chex.assert_shape([rows.tokens, rows.positions], (len(state.length), layout.num_rows))
-    verdict, new_kv, reading = compute(model, strategy, params, state, draft, rows)
+        rows = pack(layout, state, draft, num_drafts)
+    kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
+    with jax.named_scope("forward"):
+        logits, new_kv = compute(model, params, state, rows)
+    with jax.named_scope("verify"):
+        verdict = verify(
+            logits,
+            kept,
+            layout,
+            functools.partial(choose, state, kept),
+            want_logprobs=state.logprobs is not None,
+        )
     with jax.named_scope("publish"):
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, draft, reading)
+        after = strategy.observe(state, after, draft, strategy.read(logits))
     return after, _report(state, draft, verdict, num_emitted)
 
 
 @flax.struct.dataclass
 class PackedRows:
-    """What the network is fed."""
+    """What the network is fed: Q rows, of which the logits of L are wanted."""
 
     tokens: jax.Array  # [B, Q] int32
     positions: jax.Array  # [B, Q] int32
     mask: jax.Array  # [B, Q, Q] bool, True = attends
-    logit_rows: jax.Array  # [B, 1 + R + J] int32
+    logit_rows: jax.Array  # [B, L] int32
 
 
-def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
-    """Lays last token, window and drafts out as query rows."""
+def pack(layout: Layout, state: RoundState, draft: Draft, num_drafts: int) -> PackedRows:
+    """Lays last token, window and the first drafts out as query rows."""
     batch = state.tokens.shape[0]
     parts = [state.last_token[:, None], draft.tokens]
     if state.window is not None:
@@ -69,65 +107,32 @@ def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
     source = at_stage(layout.source, state.stage)
     logit_rows = at_stage(layout.logit_rows, state.stage)
     offsets, mask = place(layout, state.stage, draft.parents)
+    # Drafts are the last rows, and behind the ordinary row the first whose logits are wanted.
+    left_out = layout.num_drafts - num_drafts
+    used = slice(layout.num_rows - left_out)
+    first, last = 1 + num_drafts, 1 + layout.num_drafts
+    wanted = jnp.concatenate([logit_rows[:, :first], logit_rows[:, last:]], axis=1)
+    tokens = jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1)
     return PackedRows(
-        tokens=jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1),
-        positions=state.length[:, None] - 1 + offsets,
-        mask=mask,
-        logit_rows=jnp.broadcast_to(logit_rows, (batch, logit_rows.shape[1])),
+        tokens=tokens[:, used],
+        positions=(state.length[:, None] - 1 + offsets)[:, used],
+        mask=mask[:, used, used],
+        logit_rows=jnp.broadcast_to(wanted, (batch, wanted.shape[1])),
     )
 
 
 def compute(
-    model: TargetModel,
-    strategy: Strategy,
-    params: Params,
-    state: RoundState,
-    draft: Draft,
-    rows: PackedRows,
-) -> tuple[Verdict, KVRows, Any]:
-    """Forward pass and verification of the rows that hold something.
-
-    The least of `layout.draft_sizes` is computed that holds every valid draft. Returns the verdict,
-    new K/V of all Q rows, zeros for those not computed, and what the strategy read in the logits.
-    """
-    layout, batch = strategy.layout, len(state.length)
-
-    def run(num_drafts: int) -> tuple[Verdict, KVRows, Any]:
-        left_out = layout.num_drafts - num_drafts
-        used = slice(layout.num_rows - left_out)
-        kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
-        first, last = 1 + num_drafts, 1 + layout.num_drafts
-        wanted = jnp.concatenate([rows.logit_rows[:, :first], rows.logit_rows[:, last:]], axis=1)
-        with jax.named_scope("forward"):
-            hidden, new_kv = model.forward(
-                params,
-                rows.tokens[:, used],
-                rows.positions[:, used],
-                rows.mask[:, used, used],
-                state.cache,
-                state.length - 1,
-            )
-            logits = model.logits(params, jnp.take_along_axis(hidden, wanted[..., None], axis=1))
-            chex.assert_shape(logits, (batch, wanted.shape[1], model.vocab_size))
-            chex.assert_type(logits, jnp.float32)
-        with jax.named_scope("verify"):
-            verdict = verify(
-                logits,
-                kept,
-                layout,
-                functools.partial(choose, state, kept),
-                want_logprobs=state.logprobs is not None,
-            )
-
-        def padded(new: jax.Array) -> jax.Array:
-            return jnp.pad(new, [(0, 0), (0, 0), (0, left_out), (0, 0)])
-
-        return verdict, jax.tree.map(padded, new_kv), strategy.read(logits)
-
-    last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
-    num_needed = jnp.where(state.done, 0, last_valid).max()
-    branches = [functools.partial(run, size) for size in layout.draft_sizes]
-    return lax.switch(jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed), branches)
+    model: TargetModel, params: Params, state: RoundState, rows: PackedRows
+) -> tuple[jax.Array, KVRows]:
+    """Forward pass: logits `[B, L, V]` of the wanted rows, and new K/V of all rows."""
+    hidden, new_kv = model.forward(
+        params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
+    )
+    wanted = jnp.take_along_axis(hidden, rows.logit_rows[..., None], axis=1)
+    logits = model.logits(params, wanted)
+    chex.assert_shape(logits, (*rows.logit_rows.shape, model.vocab_size))
+    chex.assert_type(logits, jnp.float32)
+    return logits, new_kv
 
 
 def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundState, jax.Array]:
@@ -184,12 +189,13 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
 def commit(cache: KVCache, new_kv: KVRows, path: jax.Array, lengths: jax.Array) -> KVCache:
     """Writes the K/V of the packed rows `path [B, M]` at the frontier `lengths [B]`.
 
-    The number of rows written is static. What lies beyond the accepted ones is garbage
-    beyond the frontier, which the next round overwrites.
+    The number of rows written is static, no more than were computed. What lies beyond the
+    accepted ones is garbage beyond the frontier, which the next round overwrites.
     """
 
     def write(slots, rows):
-        return write_rows(slots, jnp.take_along_axis(rows, path[:, None, :, None], axis=2), lengths)
+        taken = path[:, None, : rows.shape[2], None]
+        return write_rows(slots, jnp.take_along_axis(rows, taken, axis=2), lengths)
 
     return cache.updated(new_kv, write)
 

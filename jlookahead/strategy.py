@@ -44,7 +44,7 @@ class Strategy(Protocol):
         """What `observe` needs of a round's logits `[B, 1 + r + J, V]`: those of the ordinary row,
         of the r draft rows that were computed, and of the window's deepest level.
 
-        Small arrays, of the same shape for every r of `layout.draft_sizes`, or None.
+        Anything, or None.
         """
         ...
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=51,
         help="random cases per strategy in test_exactness.py; more than 1,000 in all by default",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers, and the processes that tests start, compile a program once for all of them."""
+    if hasattr(config, "workerinput"):
+        return
+    folder = tempfile.mkdtemp(prefix="jlookahead-programs-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
 @pytest.fixture
