@@ -10,7 +10,7 @@ Source: Shoeybi et al., Megatron-LM (2019), section 3.
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jlookahead.model_config import ModelConfig
 
@@ -47,7 +47,9 @@ def param_sharding(
     spec: list[str | None] = [None] * len(shape)
     if axis is not None and units % mesh.shape[TENSOR] == 0:
         spec[axis] = TENSOR
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    # XLA finds the layout of everything else; a mesh with explicit axes would want to be told.
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    return NamedSharding(automatic, PartitionSpec(*spec))
 
 
 def _axis(module: str, leaf: str, ndim: int) -> int | None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import tempfile
+from pathlib import Path
 
 import checkpoints as files
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jlookahead as jl
 from jlookahead.checkpoints.hf_config import from_hf_config, to_hf_config
+from jlookahead.checkpoints.hf_directory import parse_config
 
 # Newer versions of transformers spell it `cache`; older ones do not know that name.
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
@@ -243,3 +249,45 @@ def test_fields_of_families(fields, message):
 
 def test_a_mistral_config_that_leaves_its_window_out_has_that_of_transformers():
     assert from_hf_config(SIZES | {"model_type": "mistral"}).sliding_window == 4096
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**40,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    [],
+    [1],
+    {},
+    {"x": 1},
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_fuzzed_configs(data):
+    """Any field may hold anything: it is translated or refused in one line."""
+    name = data.draw(st.sampled_from(sorted(FAMILIES)))
+    kind = data.draw(st.sampled_from(["default", *ROPES]))
+    fields = {"model_type": name} | SIZES | FAMILIES[name]
+    rope = {"rope_type": kind, "rope_theta": 77.0} | ROPES.get(kind, {})
+    fields |= {"rope_parameters": rope, "architectures": None, "layer_types": None}
+    for target in (fields, rope):
+        if data.draw(st.booleans()):
+            target[data.draw(st.sampled_from(sorted(target)))] = data.draw(st.sampled_from(JUNK))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(fields))
+        try:
+            config = parse_config(path, "float32")
+        except ValueError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+        else:
+            assert from_hf_config(to_hf_config(config)) == config

@@ -59,6 +59,7 @@ def write_params(leaves: Iterable[tuple[str, jax.Array]], folder: Path) -> None:
             tree = unflattened(group)[module]
             try:
                 checkpointer.save(path, tree)
+                del tree  # before the next one is read
                 checkpointer.wait_until_finished()
             except Exception as error:  # TensorStore wraps what the disk says
                 raise OSError(f"{path}: cannot be written: {first_line(error)}") from error

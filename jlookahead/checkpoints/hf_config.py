@@ -85,6 +85,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "quantization_config": (None,),
     "partial_rotary_factor": (1.0, None),
+    "rope_interleaved": (False, None),
     "logit_scale": (1.0, None),
 }
 # Parameters of the RoPE types: those that must be there, those that may.
