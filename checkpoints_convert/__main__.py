@@ -6,6 +6,7 @@ Exit status 2, with one line on stderr, for anything wrong with the arguments or
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -21,16 +22,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (from_hf, to_hf, compare, inspection):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
+    # Orbax's threads log the tracebacks of what becomes one line here.
+    logging.getLogger("absl").setLevel(logging.CRITICAL + 1)
     try:
         return options.run(options)
     except (OSError, ValueError) as error:
-        print(f"checkpoints_convert: {error}", file=sys.stderr)
+        print(f"checkpoints_convert: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except jax.errors.JaxRuntimeError as error:  # out of memory, most often
         print(f"checkpoints_convert: the device failed: {first_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("checkpoints_convert: interrupted, nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(": ".join(["checkpoints_convert: interrupted", *error.args]), file=sys.stderr)
         return 130
 
 

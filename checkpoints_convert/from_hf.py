@@ -23,9 +23,9 @@ T = TypeVar("T")
 def convert(source: str, destination: Path, dtype: str, quantize: str | None = None) -> None:
     """Writes a checkpoint that `jlookahead.load` takes as an Orbax checkpoint.
 
-    Memory holds one module at a time. The directory appears complete or not at all: it is written
-    beside `destination` and renamed. What a killed conversion has written is used by the next one
-    of the same source.
+    Memory holds one module at a time, unless the source is such a checkpoint itself. The directory
+    appears complete or not at all: it is written beside `destination` and renamed. What a killed
+    conversion has written is used by the next one of the same source.
 
     Args:
         source: a path or hub id.
@@ -40,19 +40,19 @@ def convert(source: str, destination: Path, dtype: str, quantize: str | None = N
     output.require_new(destination)
     path, progress = loading.locate(source), output.progress("Converting tensors")
     made_of = {"source": output.fingerprint(path), "dtype": dtype, "quantize": quantize}
-    with output.resumable(destination, made_of) as folder:
+    model: LoadedModel | StoredModel
+    if loading.is_converted(path):
+        model = loading.load_with_progress(path, dtype=dtype, quantize=quantize, progress=progress)
+    else:
+        model = loading.open_checkpoint(path, dtype=dtype, quantize=quantize)
+        matched = match_tensors(model)
+    with output.created_whole(destination, made_of) as folder:
         done = converted.written_modules(folder)
-        model: LoadedModel | StoredModel
         leaves: Iterable[tuple[str, jax.Array]]
-        if loading.is_converted(path):
-            model = loading.load_with_progress(
-                path, dtype=dtype, quantize=quantize, progress=progress
-            )
+        if isinstance(model, LoadedModel):
             leaves = _missing(flat(model.params), done).items()
         else:
-            model = loading.open_checkpoint(path, dtype=dtype, quantize=quantize)
-            missing = _missing(match_tensors(model), done)
-            leaves = read_params(missing, model.config, progress, mesh=None)
+            leaves = read_params(_missing(matched, done), model.config, progress, mesh=None)
         converted.write_params(leaves, folder)
         converted.write_manifest(model.config, model.tokenizer, model.defaults, folder)
 

@@ -114,7 +114,7 @@ def _memory_bytes(weights: Mapping[str, Any]) -> dict[str, int]:
     return {
         "float32": 4 * size,
         "bfloat16": 2 * size,
-        "int8": in_int8 + 4 * scales + 2 * (size - in_int8),
+        "int8 and bfloat16": in_int8 + 4 * scales + 2 * (size - in_int8),
     }
 
 
@@ -224,7 +224,7 @@ def add_parser(commands: Any) -> None:
         help="what a checkpoint holds, without reading its weights",
         description="Exit status 0 if nothing is wrong with it, 1 if it would not load, 2 if it "
         "is no checkpoint. Values are not read: NaN, infinity, and a head that differs from the "
-        "embedding it is tied to are not found.",
+        "embedding it is tied to are not found. A hub id is downloaded.",
     )
     parser.add_argument("source", metavar="SRC", help="directory, .gguf file or hub id")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

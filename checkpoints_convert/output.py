@@ -11,66 +11,84 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 from rich.console import Console
 from rich.progress import track
 
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.params import Progress
 
-# Names what the unfinished directory is made of.
-_LABEL = "conversion.json"
+# In an unfinished directory: what it is made of, and the lock of the process that writes it.
+_LABEL, _LOCK = "conversion.json", "conversion.lock"
+# Files of a checkpoint directory that a conversion reads.
+_SUFFIXES = (".json", ".safetensors", ".model", ".jinja")
 
 
 def require_new(destination: Path) -> None:
     """Raises `ValueError` if there is such a file or directory."""
-    if destination.exists():
+    if os.path.lexists(destination):
         raise ValueError(f"{destination}: exists already")
 
 
 @contextlib.contextmanager
-def created_whole(destination: Path) -> Iterator[Path]:
-    """A new directory beside `destination` that takes its name once the block is done."""
-    partial = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+def created_whole(destination: Path, made_of: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """A new directory beside `destination` that takes its name once the block is done.
 
-
-@contextlib.contextmanager
-def resumable(destination: Path, made_of: Mapping[str, Any]) -> Iterator[Path]:
-    """As `created_whole`, but what an interrupted block of the same `made_of` wrote is kept.
-
-    A `ValueError` says that the source cannot be used: nothing is kept then.
+    Args:
+        destination: does not exist yet.
+        made_of: what an interrupted block of the same command must have been made of for its files
+            to be kept and found here; None keeps nothing.
 
     Raises:
-        OSError: of the block, with the name of the directory that is kept.
+        ValueError: another process writes there.
+        OSError: of the block, with the name of the directory if it is kept.
     """
     partial = destination.with_name(f".{destination.name}.partial")
-    label = partial / _LABEL
-    if partial.exists() and not (label.is_file() and read_json(label) == made_of):
-        shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    label.write_text(json.dumps(made_of), encoding="utf-8")
+    lock = filelock.FileLock(partial / _LOCK, timeout=0)
     try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise ValueError(f"{destination}: another process is writing it") from None
+    try:
+        _clear_unless(partial, made_of)
         yield partial
-        label.unlink()
+        lock.release()
+        for name in (_LABEL, _LOCK):
+            (partial / name).unlink(missing_ok=True)
         partial.rename(destination)
-    except ValueError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    except OSError as error:
-        raise OSError(f"{error} (the same command goes on from {partial})") from error
+    except BaseException as error:
+        lock.release()
+        if made_of is None or not isinstance(error, OSError | KeyboardInterrupt):
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        hint = f"the same command goes on from {partial}"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(hint) from None
+        raise OSError(f"{error}; {hint}") from error
+
+
+def _clear_unless(partial: Path, made_of: Mapping[str, Any] | None) -> None:
+    """Empties the directory unless its label says that it is made of this."""
+    label = partial / _LABEL
+    with contextlib.suppress(OSError, ValueError):  # missing, or cut off by a full disk
+        if read_json(label) == made_of:
+            return
+    for entry in partial.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != _LOCK:
+            entry.unlink()
+    label.write_text(json.dumps(made_of), encoding="utf-8")
 
 
 def fingerprint(path: Path) -> list[list[str | int]]:
-    """Name, size and time of change of the file, or of every file in the directory."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    found = [(str(file.absolute()), file.stat()) for file in files if file.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]  # as JSON has them
+    """Name, size and time of change of the file, or of the files in the directory."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    found = [(str(file.absolute()), file.stat()) for file in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def progress(description: str) -> Progress:

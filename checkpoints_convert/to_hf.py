@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from checkpoints_convert import output
 from jlookahead.checkpoints import hf_directory, loading
 from jlookahead.checkpoints.defaults import Defaults
+from jlookahead.checkpoints.errors import writing
 from jlookahead.checkpoints.hf_config import to_hf_config
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.params import Progress, flat, hf_names, hf_tensor
@@ -22,7 +23,6 @@ from jlookahead.model import Params
 from jlookahead.model_config import DTYPES
 
 MAX_FILE_BYTES = 5 * 10**9
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def convert(source: str, destination: Path, dtype: str) -> None:
@@ -74,7 +74,8 @@ def _write_weights(params: Params, folder: Path, progress: Progress) -> None:
     }
     for file in progress(list(names_in)):
         tensors = {hf: hf_tensor(leaves, names[hf]) for hf in names_in[file]}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        with writing(folder / file):
+            save_file(tensors, folder / file, metadata={"format": "pt"})
         # safetensors lets only the owner read it.
         shutil.copymode(folder / hf_directory.GENERATION_CONFIG, folder / file)
     if len(groups) > 1:
@@ -97,7 +98,8 @@ def _grouped(sizes: Mapping[str, int]) -> list[list[str]]:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
+    with writing(folder):
+        tokenizer.save_pretrained(folder)
     # transformers 5 writes the name of a class that earlier ones do not know; all know this one.
     path = folder / "tokenizer_config.json"
     _write_json(path, read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"})

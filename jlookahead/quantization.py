@@ -1,7 +1,7 @@
 """Weight-only int8: kernels of the linear layers as bytes, one scale per output channel.
 
-The scale is applied after the product, so that no kernel is ever multiplied out. Embedding, head,
-norms and biases keep their dtype.
+The scale is applied after the product, for which bytes are cast to the dtype of the computation.
+Embedding, head, norms and biases keep their dtype.
 """
 
 from __future__ import annotations

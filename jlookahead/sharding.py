@@ -19,6 +19,16 @@ _BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "
 _BY_INPUT = ("o_proj", "down_proj")
 
 
+def check_mesh(mesh: Mesh | None) -> None:
+    """Raises `ValueError` unless `mesh` is None or has an axis `tensor`, perhaps among others."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: got {mesh!r}, allowed is a jax.sharding.Mesh")
+    if TENSOR not in mesh.shape:
+        raise ValueError(f"mesh: got axes {tuple(mesh.axis_names)}, must have one named {TENSOR!r}")
+
+
 def param_sharding(
     name: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh | None
 ) -> jax.sharding.Sharding:
@@ -28,15 +38,10 @@ def param_sharding(
         name: dotted, as `layers_0.mlp.up_proj.kernel`.
         shape: of the parameter.
         config: of its network.
-        mesh: with an axis `tensor`, perhaps among others.
-
-    Raises:
-        ValueError: a mesh without that axis.
+        mesh: as `check_mesh` wants it.
     """
     if mesh is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    if TENSOR not in mesh.shape:
-        raise ValueError(f"mesh: got axes {tuple(mesh.axis_names)}, must have one named {TENSOR!r}")
     *_, module, leaf = name.split(".")
     axis = _axis(module, leaf, len(shape))
     units = shape[axis] if axis is not None else 1

@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from checkpoints_convert import output
 from checkpoints_convert.__main__ import main
 from jlookahead import checkpoints
 from jlookahead.checkpoints import converted
@@ -160,11 +161,13 @@ def test_an_interrupted_conversion_goes_on(source, tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("change", ["source", "dtype"])
 def test_what_another_conversion_left_is_not_used(source, tmp_path, monkeypatch, change):
+    def fail(*_):
+        raise OSError("no")
+
     partial = tmp_path / PARTIAL
     with monkeypatch.context() as patched:
-        patched.setattr(converted, "write_manifest", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            main(["from-hf", str(source), str(tmp_path / "new")])
+        patched.setattr(converted, "write_manifest", fail)
+        assert main(["from-hf", str(source), str(tmp_path / "new")]) == 2
     assert sorted(converted.written_modules(partial)) == MODULES
     arguments = ["from-hf", str(source), str(tmp_path / "new")]
     if change == "source":
@@ -176,23 +179,62 @@ def test_what_another_conversion_left_is_not_used(source, tmp_path, monkeypatch,
     assert sorted(saved) == MODULES
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
-def test_a_killed_conversion_leaves_nothing_that_loads(source, tmp_path, seconds):
-    """Killed a random time after the output directory appears, then run again."""
+@pytest.mark.parametrize("num_written", [1, 4])
+def test_a_killed_conversion_goes_on(tmp_path, monkeypatch, num_written):
+    """Killed between two modules, wherever that is; what is whole is not written again."""
+    config = files.hf_config(num_hidden_layers=12)
+    source = files.write_hf(tmp_path / "source", config, files.random_tensors(config))
     destination, partial = tmp_path / "new", tmp_path / PARTIAL
     command = [sys.executable, "-m", "checkpoints_convert", "from-hf", source, destination]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while not partial.exists() and process.poll() is None:
-        time.sleep(0.01)
-    time.sleep(seconds)
+    while len(converted.written_modules(partial)) < num_written:
+        assert process.poll() is None, "done before it could be killed"
+        time.sleep(0.001)
     process.kill()
     process.wait()
-    if not destination.exists():  # else it was done by then
-        refusal(partial, (ValueError, FileNotFoundError))
-        assert main(["from-hf", str(source), str(destination)]) == 0
+    assert not destination.exists()
+    refusal(partial, (ValueError, FileNotFoundError))
+    written, again = converted.written_modules(partial), saves(monkeypatch)
+    assert main(["from-hf", str(source), str(destination)]) == 0
+    assert len(written) >= num_written and written.isdisjoint(again)
     expected = hf_tensors(checkpoints.load(source).params)
     for name, array in hf_tensors(checkpoints.load(destination).params).items():
         np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("label", ["", "{", "null"])
+def test_a_label_that_a_full_disk_cut_off(source, tmp_path, label):
+    (tmp_path / PARTIAL / "params" / "norm").mkdir(parents=True)
+    (tmp_path / PARTIAL / "conversion.json").write_text(label)
+    assert main(["from-hf", str(source), str(tmp_path / "new")]) == 0
+    assert sorted(p.name for p in (tmp_path / "new").iterdir() if p.suffix == ".lock") == []
+    checkpoints.load(tmp_path / "new")
+
+
+@pytest.mark.parametrize("command", ["from-hf", "to-hf"])
+def test_two_processes_do_not_mix(source, tmp_path, capsys, command):
+    with output.created_whole(tmp_path / "new"):
+        assert main([command, str(source), str(tmp_path / "new")]) == 2
+        assert "new: another process is writing it" in capsys.readouterr().err
+    assert (tmp_path / "new").is_dir()
+
+
+LIMITED = """
+import resource, sys
+from checkpoints_convert.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", ["from-hf", "to-hf"])
+def test_a_file_that_cannot_grow(source, tmp_path, command):
+    """What the kernel says where a disk or a quota is full becomes one line."""
+    arguments = [sys.executable, "-c", LIMITED, command, source, tmp_path / "new"]
+    done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "cannot be written" in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_output_that_may_not_be_written(source, tmp_path, capsys):
@@ -216,6 +258,9 @@ def test_output_that_may_not_be_written(source, tmp_path, capsys):
         (lambda m: m["model"].update(head_dim=15), "head_dim: got 15"),
         (lambda m: m["model"]["rope"].update(type="su"), "rope type: got 'su'"),
         (lambda m: m["defaults"].update(eos=1), "'eos'"),
+        (lambda m: m["defaults"].update(eos_token_ids=["x"]), "eos_token_id: got ['x']"),
+        (lambda m: m["defaults"].update(eos_token_ids=[999]), "eos_token_id: got 999"),
+        (lambda m: m["defaults"].update(pad_token_id="x"), "pad_token_id: got 'x'"),
         (lambda m: m["model"].update(hidden_size=64), "'embed_tokens.weight'"),
         (lambda m: m["model"].update(num_hidden_layers=2), "is missing"),
         (lambda m: m["model"].update(tie_word_embeddings=True), "'embed_tokens.weight'"),
@@ -257,6 +302,11 @@ def test_damaged_params(converted_folder):
     largest = max((converted_folder / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     assert "not a readable Orbax checkpoint" in refusal(converted_folder)
+
+
+def test_stray_directories_are_ignored(converted_folder):
+    (converted_folder / "params" / ".ipynb_checkpoints").mkdir()
+    checkpoints.load(converted_folder)
 
 
 def test_missing_params(converted_folder):

@@ -208,9 +208,6 @@ def test_what_no_architecture_has():
         to_hf_config(dataclasses.replace(config, mlp_bias=True))
 
 
-LAYERS = ["full_attention", "sliding_attention"]
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -220,15 +217,10 @@ LAYERS = ["full_attention", "sliding_attention"]
         ),
         ({"model_type": "qwen2_moe"}, "model_type: got 'qwen2_moe'"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias: got True"),
-        ({"model_type": "qwen2", "attention_bias": False}, None),
-        ({"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}, None),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "max_window"),
-        ({"model_type": "qwen3", "sliding_window": 5, "layer_types": LAYERS}, "layer_types"),
-        ({"model_type": "qwen3", "layer_types": "all"}, "layer_types: got 'all'"),
         ({"model_type": "qwen3", "head_dim": None}, "head_dim: missing"),
-        ({"model_type": "mistral", "num_key_value_heads": None}, "num_key_value_heads: missing"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: got 0"),
-        ({"model_type": "granite", "logits_scaling": 0}, "logits_divisor: got 0"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling: got 0"),
+        ({"model_type": "granite", "attention_multiplier": None}, "attention_multiplier: got None"),
         ({"model_type": "llama", "embedding_multiplier": 12.0}, "embedding_multiplier: got 12.0"),
         ({"model_type": "llama", "sliding_window": 4096}, "sliding_window: got 4096"),
         ({"model_type": "llama", "attention_bias": "yes"}, "qkv_bias: got 'yes'"),
@@ -240,15 +232,72 @@ LAYERS = ["full_attention", "sliding_attention"]
 )
 def test_fields_of_families(fields, message):
     hf = {name: SIZES[name] for name in SIZES if "token_id" not in name} | fields
-    if message is None:
-        from_hf_config(hf)
-        return
     with pytest.raises(ValueError, match=message):
         from_hf_config(hf)
 
 
-def test_a_mistral_config_that_leaves_its_window_out_has_that_of_transformers():
-    assert from_hf_config(SIZES | {"model_type": "mistral"}).sliding_window == 4096
+WINDOW_FIELDS = {
+    "sliding_window": [None, 3, 7],
+    "use_sliding_window": [False, True],
+    "max_window_layers": [0, 1, 2, 28],
+    "layer_types": [
+        None,
+        ["full_attention"] * 2,
+        ["sliding_attention"] * 2,
+        ["full_attention", "sliding_attention"],
+    ],
+    "num_key_value_heads": [1, 2, 4],
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(["mistral", "qwen2", "qwen3"]),
+    fields=st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in WINDOW_FIELDS.items()}
+    ),
+)
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about such configurations
+def test_windows_and_heads_are_those_of_transformers(name, fields):
+    """Whatever is there, null, or left out."""
+    hf = {name: SIZES[name] for name in SIZES if "token_id" not in name} | {"model_type": name}
+    del hf["num_key_value_heads"]
+    hf |= fields
+    theirs = transformers.AutoConfig.for_model(
+        **{name: value for name, value in hf.items() if name != "layer_types" or value}
+    )
+    kinds = getattr(theirs, "layer_types", None) if name != "mistral" else None
+    slides = [kind == "sliding_attention" for kind in kinds or ["sliding_attention"]]
+    window = theirs.sliding_window if any(slides) else None
+    if "num_key_value_heads" not in hf:
+        with pytest.raises(ValueError, match="num_key_value_heads: missing"):
+            from_hf_config(hf)
+    elif window is not None and not all(slides):
+        with pytest.raises(ValueError, match="sliding_window: 1 of 2 layers"):
+            from_hf_config(hf)
+    else:
+        config = from_hf_config(hf)
+        assert config.sliding_window == window
+        assert config.num_key_value_heads == theirs.num_key_value_heads
+
+
+def test_where_both_spellings_of_rope_differ():
+    """The older one wins in transformers, and so does a top-level original context."""
+    fields = SIZES | {"model_type": "llama", "rope_theta": 7.0}
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3.0}}
+    assert from_hf_config(fields | both).rope == jl.RopeConfig("linear", 7.0, 2.0)
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 9}}
+    config = from_hf_config(fields | yarn | {"original_max_position_embeddings": 16})
+    assert config.rope.original_max_position_embeddings == 16
+
+
+def test_an_attention_scale_that_is_the_usual_one():
+    """llama.cpp leaves it out where transformers must be told."""
+    config = dataclasses.replace(
+        from_hf_config(SIZES | FAMILIES["granite"] | {"model_type": "granite"}),
+        attention_scale=None,
+    )
+    assert to_hf_config(config)["attention_multiplier"] == config.head_dim**-0.5
 
 
 JUNK = [

@@ -124,7 +124,6 @@ def test_other_rope_factors_are_refused(tmp_path, highest):
         ({"llama.rope.scaling.type": "linear"}, "factor missing"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: got 8"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length: got 8"),
-        ({"llama.attention.sliding_window": 0}, "sliding_window: got 0"),
         ({"llama.attention.sliding_window_pattern": 2}, "llama.attention.sliding_window_pattern"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale: got 0.5"),
         ({"split.count": 2}, "split.count: got 2"),

@@ -93,7 +93,7 @@ def test_memory(tmp_path, capsys):
     assert fields["memory_bytes"] == {
         "float32": 4 * size,
         "bfloat16": 2 * size,
-        "int8": in_int8 + sum(4 * t.shape[0] for t in linear) + 2 * (size - in_int8),
+        "int8 and bfloat16": in_int8 + sum(4 * t.shape[0] for t in linear) + 2 * (size - in_int8),
     }
     # Keys and values of 2 layers, 2 heads of 16 numbers.
     assert fields["cache_bytes_per_token"] == {"float32": 512, "bfloat16": 256}

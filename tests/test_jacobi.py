@@ -24,7 +24,7 @@ import pytest
 from models import TINY, SuccessorTable, plain, tiny_params
 
 import jlookahead as jl
-from jlookahead.rounds import pack
+from jlookahead.rounds import compute, pack
 
 # --- oracles --------------------------------------------------------------------------------
 
@@ -242,12 +242,9 @@ def packed_program(strategy: jl.Lookahead):
 
     def run(params, state):
         draft = strategy.propose(state)
-        rows = pack(strategy.layout, state, draft)
-        hidden, _ = model.forward(
-            params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
-        )
-        wanted = jnp.take_along_axis(hidden, rows.logit_rows[..., None], axis=1)
-        return model.logits(params, wanted)[0], draft
+        rows = pack(strategy.layout, state, draft, strategy.layout.num_drafts)
+        logits, _ = compute(model, params, state, rows)
+        return logits[0], draft
 
     return jax.jit(run)
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub import errors
 
+import jlookahead as jl
 from checkpoints_convert.__main__ import main as convert
 from jlookahead import checkpoints
 from jlookahead.checkpoints.params import hf_tensors
@@ -233,8 +234,53 @@ def test_hub_cache_comes_before_the_network(tmp_path, offline_cache, monkeypatch
         return download(repo_id, local_files_only=True, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", local_only)
-    config = files.hf_config()
-    checkpoints.load(hub_cache(tmp_path, config, files.random_tensors(config)))
+    config = files.hf_config(vocab_size=300)
+    hub_cache(tmp_path, config, files.random_tensors(config))
+    files.tiny_tokenizer().save_pretrained(next((tmp_path / "hub").rglob("config.json")).parent)
+    checkpoints.load("org/tiny.model")
+
+
+def test_a_cached_model_whose_tokenizer_is_missing(tmp_path, offline_cache, monkeypatch):
+    """Another tool may have fetched weights alone; offline that must do."""
+    config = files.hf_config(vocab_size=300)
+    tensors = files.random_tensors(config)
+    name = hub_cache(tmp_path, config, tensors)
+    assert checkpoints.load(name).tokenizer is None
+    complete = files.write_hf(tmp_path / "complete", config, tensors)
+    files.tiny_tokenizer().save_pretrained(complete)
+    download = huggingface_hub.snapshot_download
+
+    def online(repo_id, *, local_files_only, **options):
+        if local_files_only:
+            return download(repo_id, local_files_only=True, **options)
+        return str(complete)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", online)
+    assert checkpoints.load(name).tokenizer is not None
+
+
+def test_ids_without_a_token_are_padding(tmp_path):
+    config = files.hf_config(vocab_size=320, tie_word_embeddings=True)
+    tensors = files.random_tensors(config)
+    tensors["model.embed_tokens.weight"][300:] *= 50  # would win
+    folder = files.write_hf(tmp_path / "m", config, tensors)
+    greedy = jl.generate(checkpoints.load(folder).params, [5], padding_config(folder, 0)).tokens
+    assert max(greedy) >= 300
+    files.tiny_tokenizer().save_pretrained(folder)
+    lm = checkpoints.load(folder)
+    num_tokens = len(lm.tokenizer)
+    assert lm.config.num_padding_ids == 320 - num_tokens > 0
+    for temperature in (0.0, 5.0):
+        cfg = padding_config(folder, temperature)
+        assert max(jl.generate(lm.params, [5], cfg).tokens) < num_tokens
+
+
+def padding_config(folder, temperature):
+    sampling = jl.Sampling(temperature=temperature)
+    strategy = jl.Lookahead(3, 3, 2)
+    return checkpoints.load(folder).make_config(
+        strategy=strategy, sampling=sampling, max_new_tokens=40, eos_token_ids=()
+    )
 
 
 def test_hub_id_offline(offline_cache):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import checkpoints as files
 import pytest
+import transformers
 
 from checkpoints_convert.__main__ import main
 
@@ -110,6 +111,37 @@ def test_saved_on_some_devices_restored_on_others(sources, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+LOAD = """
+import sys
+import jax, numpy as np
+import jlookahead as jl
+from jlookahead.checkpoints.params import flat
+
+meshes = jax.make_mesh((4,), ("tensor",)), jax.make_mesh((2, 2), ("data", "tensor"))
+for source in sys.argv[1:]:
+    for quantize in (None, "int8"):
+        expected = flat(jl.load(source, quantize=quantize).params)
+        for mesh in meshes:
+            leaves = flat(jl.load(source, quantize=quantize, mesh=mesh).params)
+            assert leaves.keys() == expected.keys()
+            for name, leaf in leaves.items():
+                assert len(leaf.sharding.device_set) == 4
+                np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+"""
+
+
+def test_every_kind_of_parameter(sources, tmp_path):
+    """Tied head, biases, norms of heads, bytes and scales; all formats; one axis and two."""
+    fields = {name: CONFIG[name] for name in CONFIG if name not in ("model_type", "architectures")}
+    config = transformers.Qwen3Config(
+        **fields | {"attention_bias": True, "tie_word_embeddings": True}
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen3")
+    file = files.write_gguf(tmp_path / "m.gguf", CONFIG, files.random_tensors(CONFIG))
+    done = on_eight_devices(LOAD, tmp_path / "qwen3", file, sources["orbax"])
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_mesh_without_the_axis(sources):
     import jax
 
@@ -117,3 +149,5 @@ def test_a_mesh_without_the_axis(sources):
 
     with pytest.raises(ValueError, match=r"mesh: got axes \('data',\), must have"):
         jl.load(sources["hf"], mesh=jax.make_mesh((1,), ("data",)))
+    with pytest.raises(ValueError, match="mesh: got 'x', allowed is a jax.sharding.Mesh"):
+        jl.load(sources["hf"], mesh="x")

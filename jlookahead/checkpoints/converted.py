@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jlookahead.checkpoints.defaults import Defaults
-from jlookahead.checkpoints.errors import first_line
+from jlookahead.checkpoints.defaults import Defaults, merge_defaults
+from jlookahead.checkpoints.errors import first_line, writing
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.loaded_model import LoadedModel
 from jlookahead.checkpoints.params import Progress, flat, quantized, require_finite, unflattened
@@ -57,12 +57,10 @@ def write_params(leaves: Iterable[tuple[str, jax.Array]], folder: Path) -> None:
         for module, group in itertools.groupby(leaves, lambda leaf: module_of(leaf[0])):
             path = (folder / PARAMS / module).absolute()
             tree = unflattened(group)[module]
-            try:
+            with writing(path):
                 checkpointer.save(path, tree)
                 del tree  # before the next one is read
                 checkpointer.wait_until_finished()
-            except Exception as error:  # TensorStore wraps what the disk says
-                raise OSError(f"{path}: cannot be written: {first_line(error)}") from error
 
 
 def write_manifest(
@@ -70,7 +68,8 @@ def write_manifest(
 ) -> None:
     """Writes all but the parameters, which makes the directory a checkpoint."""
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        with writing(folder):
+            tokenizer.save_pretrained(folder)
     manifest = {
         "format": _FORMAT,
         "model": dataclasses.asdict(config),
@@ -106,13 +105,13 @@ def parse_manifest(path: Path, dtype: str) -> tuple[ModelConfig, Defaults]:
         model: dict[str, Any] = dict(manifest["model"])
         rope = RopeConfig(**model.pop("rope"))
         config = ModelConfig(**(model | {"rope": rope, "dtype": dtype}))
-        defaults = Defaults(**manifest["defaults"])
+        ids = dataclasses.asdict(Defaults(**manifest["defaults"]))
     except KeyError as error:
         raise ValueError(f"{path}: field {error} is missing") from error
     except (TypeError, ValueError) as error:  # TypeError: unknown field, another JSON type
         raise ValueError(f"{path}: {error}") from error
-    eos = tuple(defaults.eos_token_ids)  # JSON has no tuples
-    return config, dataclasses.replace(defaults, eos_token_ids=eos)
+    ids["eos_token_id"] = ids.pop("eos_token_ids")
+    return config, merge_defaults([(str(path), ids)], config.vocab_size)
 
 
 def _read_params(
@@ -162,7 +161,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            entries = sorted(entry for entry in path.absolute().iterdir() if entry.is_dir())
+            entries = sorted(entry for entry in path.absolute().iterdir() if _is_whole(entry))
             return flat(
                 {entry.name: checkpointer.metadata(entry).item_metadata.tree for entry in entries}
             )
@@ -193,7 +192,7 @@ def _is_whole(path: Path) -> bool:
     """Whether Orbax has finished this checkpoint; it writes under another name before."""
     import orbax.checkpoint as ocp
 
-    return path.is_dir() and not ocp.utils.is_tmp_checkpoint(path)
+    return path.is_dir() and not path.name.startswith(".") and not ocp.utils.is_tmp_checkpoint(path)
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:

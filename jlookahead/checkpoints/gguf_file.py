@@ -78,7 +78,7 @@ _ROPE_PARAMETERS: dict[str, _Fields] = {
     "yarn": {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
-        "yarn_attn_factor": "attention_factor",
+        "yarn_attn_factor": "attention_factor",  # what llama.cpp's converter writes there
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     },
@@ -205,10 +205,15 @@ def _network(
     if "attention.layer_norm_rms_epsilon" not in fields:
         raise ValueError(f"{prefix}attention.layer_norm_rms_epsilon: missing from the metadata")
 
-    # A key that is absent is null: the defaults of transformers are not those of llama.cpp.
-    hf: dict[str, Any] = {field: fields.get(key) for key, field in config_fields.items()}
+    hf: dict[str, Any] = {
+        field: fields[key] for key, field in config_fields.items() if key in fields
+    }
+    # The defaults of transformers are not those of llama.cpp, which has no windows by layer.
+    hf = {"num_key_value_heads": None, "sliding_window": None, **hf}
+    hf["sliding_window"] = hf["sliding_window"] or None  # 0, too, is none
+    hf |= {"use_sliding_window": True, "max_window_layers": 0}
     hf["model_type"] = architecture.model_type
-    if "attention.sliding_window" in fields and architecture.windowed:
+    if hf["sliding_window"] and architecture.windowed:
         hf["model_type"] = architecture.windowed
     # llama.cpp stores a head only if it is not the embedding.
     hf["tie_word_embeddings"] = "output.weight" not in tensors
@@ -223,6 +228,8 @@ def _network(
                 f"{prefix}{key}: got {fields[key]}, must be the width of a head, {config.head_dim}"
             )
     biases: dict[str, Any] = {field: True for name, field in _BIASES.items() if name in tensors}
+    if "attention.scale" not in fields:
+        config = dataclasses.replace(config, attention_scale=None)
     return dataclasses.replace(config, rope=_rope(fields, prefix, tensors, config), **biases)
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jlookahead.checks import check_number
+from jlookahead.checks import check_int, check_number
 from jlookahead.model_config import SIZES, ModelConfig, check_size
 from jlookahead.rope import ROPE_TYPES, RopeConfig
 
@@ -30,6 +30,8 @@ class Family:
         absent: what transformers takes for such a field that the file lacks, if not null.
         fixed: fields of `ModelConfig` that are the same in all of its checkpoints.
         required: sizes for which transformers has a default that no real checkpoint relies on.
+        layered_window: whether the window is off unless `use_sliding_window` turns it on, and only
+            some layers may have it.
     """
 
     architecture: str
@@ -37,6 +39,7 @@ class Family:
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     required: tuple[str, ...] = ()
+    layered_window: bool = False
 
 
 _ATTENTION_BIAS: _Fields = {"attention_bias": ("qkv_bias", "o_bias")}
@@ -62,12 +65,14 @@ FAMILIES = {
         _SLIDING_WINDOW,
         fixed={"qkv_bias": True},
         required=("num_key_value_heads",),
+        layered_window=True,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {**_ATTENTION_BIAS, **_SLIDING_WINDOW},
         fixed={"qk_norm": True},
         required=("num_key_value_heads", "head_dim"),
+        layered_window=True,
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -124,25 +129,19 @@ def from_hf_config(hf: Mapping[str, Any], dtype: str = "float32") -> ModelConfig
         ValueError: another architecture, an unsupported feature or RoPE type, a missing size.
     """
     family = _family(hf)
-    hf = _without_unused_window(hf)
     for name, harmless in _HARMLESS.items():
         if name in hf and name not in family.fields and hf[name] not in harmless:
             raise ValueError(f"{name}: got {hf[name]!r}, supported is {harmless[0]!r}")
-    optional = {"num_key_value_heads", "head_dim"} - set(family.required)
-    for name in SIZES:
-        if hf.get(name) is not None:
-            check_size(name, hf[name])
-        elif name not in optional:
-            raise ValueError(f"{name}: missing from the model configuration")
-    heads = hf["num_attention_heads"]
-    sizes: dict[str, Any] = {name: hf.get(name) for name in SIZES}
-    sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
-    sizes["head_dim"] = sizes["head_dim"] or hf["hidden_size"] // heads
+    sizes = _sizes(hf, family)
     rope = _rope_from_hf(hf)
     sizes["max_position_embeddings"] = _context(sizes["max_position_embeddings"], rope)
     features = dict(family.fixed)
     for name, targets in family.fields.items():
         value = hf.get(name, family.absent.get(name))
+        if name == "sliding_window" and family.layered_window:
+            value = _layered_window(hf)
+        if name in _SCALES:
+            check_number(name, value, "1e-6 to 1e6", 1e-6, 1e6)
         if value is not None:
             features |= dict.fromkeys(targets, value)
     return ModelConfig(
@@ -163,8 +162,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ValueError: a combination of features that no architecture of transformers has.
     """
-    config = dataclasses.replace(config, num_padding_ids=0, quantization=None)
-    rope = config.rope
+    config, rope = _as_hf_has_it(config), config.rope
     common = {name: getattr(config, name) for name in SIZES}
     common |= {
         "hidden_act": "silu",
@@ -185,7 +183,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         if "sliding_window" in family.fields and config.sliding_window is not None:
             hf |= {"use_sliding_window": True, "max_window_layers": 0}
         try:
-            if from_hf_config(hf, config.dtype) == config:
+            if _as_hf_has_it(from_hf_config(hf, config.dtype)) == config:
                 return hf
         except ValueError:  # a field that this family must have
             continue
@@ -209,29 +207,49 @@ def _family(hf: Mapping[str, Any]) -> Family:
     return family
 
 
-def _without_unused_window(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields with a null `sliding_window` where no layer uses it.
+def _as_hf_has_it(config: ModelConfig) -> ModelConfig:
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    return dataclasses.replace(config, attention_scale=scale, num_padding_ids=0, quantization=None)
 
-    Qwen's configs carry a window that they leave unused, or use in the upper layers.
-    """
-    layers = hf.get("layer_types")
-    if layers is None:
-        used = hf.get("use_sliding_window", True)
-        first = hf.get("max_window_layers", 0) if used else hf.get("num_hidden_layers")
-        if not used:
-            return {**hf, "sliding_window": None}
-        if "use_sliding_window" not in hf or not first:
-            return hf
-        raise ValueError(f"max_window_layers: got {first!r}, supported is 0 with a sliding window")
-    if not isinstance(layers, list):
-        raise ValueError(f"layer_types: got {layers!r}, must be a list")
-    if all(layer == "full_attention" for layer in layers):
-        return {**hf, "sliding_window": None}
-    if all(layer == "sliding_attention" for layer in layers):
-        return hf
-    raise ValueError(
-        "layer_types: supported are 'full_attention' in all layers and 'sliding_attention' in all"
-    )
+
+def _sizes(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    for name in SIZES:
+        if hf.get(name) is not None:
+            check_size(name, hf[name])
+        elif name == "num_key_value_heads" and (name in hf or name not in family.required):
+            continue  # as many as query heads
+        elif name != "head_dim" or name in family.required:
+            raise ValueError(f"{name}: missing from the model configuration")
+    heads = hf["num_attention_heads"]
+    sizes = {name: hf.get(name) for name in SIZES}
+    sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or heads
+    sizes["head_dim"] = sizes["head_dim"] or hf["hidden_size"] // heads
+    return sizes
+
+
+def _layered_window(hf: Mapping[str, Any]) -> Any:
+    """The window if all layers have it, null if none has, as transformers' Qwen2Config has it."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    if window is None:
+        return None
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        first = hf.get("max_window_layers", 28)
+        check_int("max_window_layers", first, 0)
+        slides = [layer >= first for layer in range(hf["num_hidden_layers"])]
+    elif isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    else:
+        raise ValueError(
+            f"layer_types: got {kinds!r}, must be a list of 'full_attention' and "
+            "'sliding_attention'"
+        )
+    if any(slides) and not all(slides):
+        raise ValueError(
+            f"sliding_window: {sum(slides)} of {len(slides)} layers have it (layer_types, "
+            "max_window_layers), supported are all and none"
+        )
+    return window if any(slides) else None
 
 
 def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -241,11 +259,12 @@ def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes `rope_parameters`; before that `rope_scaling` beside `rope_theta`,
-    # whose type was spelled `type` before it was spelled `rope_type`.
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    # whose type was spelled `type` before it was spelled `rope_type`. The older one wins.
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters: got {parameters!r}, must be an object")
     parameters = {name: value for name, value in parameters.items() if value is not None}
+    original = "original_max_position_embeddings"
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     theta = _given(parameters, "rope_theta", _given(hf, "rope_theta", 10000.0))
@@ -258,6 +277,8 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     if kind == "default":  # may carry fields of other types without meaning (transformers 5 does)
         return RopeConfig(theta=theta)
 
+    if kind in ("llama3", "yarn") and hf.get(original) is not None:
+        parameters[original] = hf[original]  # where some files have it, and wins
     required, optional = _ROPE_PARAMETERS[kind]
     missing = [name for name in required if name not in parameters]
     if missing:
@@ -265,7 +286,6 @@ def _rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     unknown = sorted(parameters.keys() - {*required, *optional})
     if unknown:
         raise ValueError(f"rope type {kind!r}: unknown parameters {', '.join(unknown)}")
-    original = "original_max_position_embeddings"
     if kind in ("dynamic", "yarn"):
         parameters.setdefault(original, hf["max_position_embeddings"])
     if kind == "dynamic" and parameters[original] != hf["max_position_embeddings"]:

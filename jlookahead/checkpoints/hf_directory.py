@@ -133,7 +133,10 @@ def require_single_file(folder: Path) -> None:
             f"{folder}: PyTorch weights only; load them with transformers and write safetensors "
             "with model.save_pretrained(DIRECTORY)"
         )
-    raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} (safetensors weights) found")
+    raise FileNotFoundError(
+        f"{folder}: neither {SINGLE} nor {INDEX} found; PyTorch weights must be saved as "
+        "safetensors with transformers first"
+    )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

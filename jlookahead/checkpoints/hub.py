@@ -9,12 +9,12 @@ from jlookahead.checkpoints import hf_directory
 from jlookahead.checkpoints.errors import first_line
 
 _REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 _SMALL_FILES = (
     hf_directory.CONFIG,
     hf_directory.GENERATION_CONFIG,
     hf_directory.INDEX,
-    "tokenizer.json",
-    "tokenizer.model",
+    *_TOKENIZERS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -44,7 +44,15 @@ def snapshot(repo_id: str) -> Path:
     )
 
     try:
-        return _cached_snapshot(repo_id) or _snapshot(repo_id, local_files_only=False)
+        cached = _cached_snapshot(repo_id)
+        if cached is not None and any((cached / name).is_file() for name in _TOKENIZERS):
+            return cached
+        try:
+            return _snapshot(repo_id, local_files_only=False)
+        except Exception:
+            if cached is None:
+                raise
+            return cached  # of a repository without a tokenizer, or all there is offline
     except GatedRepoError as error:
         raise ValueError(
             f"{repo_id}: a gated repository; accept its terms on its hub page and log in with "

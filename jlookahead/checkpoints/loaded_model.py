@@ -19,7 +19,7 @@ class LoadedModel:
     """A checkpoint in memory.
 
     Attributes:
-        params: nested dict of arrays on the default device, as `LlamaModel` names them.
+        params: nested dict of arrays, as `LlamaModel` names them.
         config: the network.
         tokenizer: a transformers `PreTrainedTokenizerFast`, or None if the checkpoint has none.
         defaults: generation defaults.

@@ -15,6 +15,7 @@ from jlookahead.checkpoints.stored import StoredModel
 from jlookahead.checks import check_choice
 from jlookahead.model_config import DTYPES
 from jlookahead.quantization import QUANTIZATIONS
+from jlookahead.sharding import check_mesh
 
 
 def load(
@@ -41,7 +42,8 @@ def load(
         quantize: `int8` for kernels in bytes, a scale per output channel; saves memory, not exact.
             None leaves the weights as they are.
         mesh: with an axis `tensor`, over which the parameters are split; every device's part is
-            read for itself. None for the default device.
+            read for itself (of a GGUF file the whole tensor for every part). None for the default
+            device.
 
     Returns:
         the model, its configuration, tokenizer and generation defaults.
@@ -64,6 +66,7 @@ def load_with_progress(
 ) -> LoadedModel:
     """`load`, with `progress` wrapped around the names of what is read."""
     _check(dtype, quantize)
+    check_mesh(mesh)
     path = locate(path_or_id)
     if is_converted(path):
         return converted.read_converted(path, dtype, quantize, mesh, progress)

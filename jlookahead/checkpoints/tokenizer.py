@@ -41,8 +41,11 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     # the generic one takes `tokenizer.json` as it is.
     kind = transformers.PreTrainedTokenizerFast if fast else transformers.AutoTokenizer
     try:
-        return kind.from_pretrained(folder, local_files_only=True)
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the parsers of several libraries raise
         name = "tokenizer.json" if fast else "tokenizer.model (needs the sentencepiece package)"
         message = f"{folder}: cannot read {name}: {first_line(error)}"
         raise ValueError(message) from error
+    if not len(tokenizer):
+        raise ValueError(f"{folder}: the tokenizer has no tokens")
+    return tokenizer
