@@ -123,39 +123,10 @@ def _read_hf_directory(folder: Path) -> Headers:
             found.config = hf_directory.with_padding(found.config, tokenizer)
             size = found.config.vocab_size
             found.defaults = hf_directory.read_defaults(folder, tokenizer, size)
-    _add_tensors(found, _safetensors(found))
+    tensors, problems = hf_directory.scan_weights(folder)
+    found.problems += map(first_line, problems)
+    _add_tensors(found, tensors)
     return found
-
-
-def _safetensors(found: Headers) -> dict[str, StoredTensor]:
-    """The tensors of all files that can be read; what is wrong with the files is listed."""
-    folder, tensors = found.path, {}
-    weight_map: dict[str, str] = {}
-    # What is beside an index that cannot be used is listed, too.
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    with found.listing_problems():
-        if (folder / hf_directory.INDEX).is_file():
-            weight_map = hf_directory.read_weight_map(folder / hf_directory.INDEX)
-            files = sorted(set(weight_map.values()))
-        else:
-            files = [hf_directory.SINGLE] if hf_directory.SINGLE in files else []
-            hf_directory.require_single_file(folder)
-    read = set()
-    for name in files:
-        with found.listing_problems():
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder / name}: no such file, but the index names it")
-            for tensor in hf_directory.read_header(folder / name).values():
-                tensors[tensor.name] = tensor
-                place = weight_map.get(tensor.name, "no file") if weight_map else name
-                if place != name:
-                    found.problems.append(f"{tensor}: the index places it in {place}")
-            read.add(name)
-    for missing, name in weight_map.items():
-        if missing not in tensors and name in read:
-            reason = f"lacks tensor {missing!r}, which the index places there"
-            found.problems.append(f"{folder / name}: {reason}")
-    return tensors
 
 
 # --- GGUF files ---

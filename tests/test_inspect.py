@@ -247,8 +247,9 @@ def test_shards(tmp_path, capsys):
     files.write_index(source, changed)
     found = problems(capsys, source)
     assert len(found) == 3
-    assert any(f"{moved!r} in {source / SHARD}: the index places it in {other}" in p for p in found)
-    assert any(f"{unknown!r}" in p and "the index places it in no file" in p for p in found)
+    index = "model.safetensors.index.json"
+    assert any(f"{moved!r} in {source / SHARD}: {index} places it in {other}" in p for p in found)
+    assert any(f"{unknown!r}" in p and f"not in {index}" in p for p in found)
     assert any(f"{source / SHARD}: lacks tensor 'nothing'" in p for p in found)
 
     (source / "model.safetensors.index.json").write_text("{}")

@@ -34,7 +34,9 @@ def open_hf_directory(folder: Path, dtype: str) -> StoredModel:
         ValueError: an unsupported configuration, or files that contradict each other.
     """
     config = parse_config(folder / CONFIG, dtype)
-    tensors = _read_tensors(folder)
+    tensors, problems = scan_weights(folder)
+    for problem in problems:
+        raise problem
     tokenizer = read_tokenizer(folder)
     config = with_padding(config, tokenizer)
     defaults = read_defaults(folder, tokenizer, config.vocab_size)
@@ -81,40 +83,50 @@ def weight_files(folder: Path) -> list[str]:
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
-    return sorted(set(read_weight_map(folder / INDEX).values()))
+    return sorted(set(_read_weight_map(folder / INDEX).values()))
 
 
-def _read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the weight files by name; reads headers only.
+def scan_weights(folder: Path) -> tuple[dict[str, StoredTensor], list[Exception]]:
+    """Every tensor of the weight files by name, and all that is wrong with the files.
 
-    Raises:
-        FileNotFoundError: a file that is missing.
-        ValueError: a file that cannot be read, or one that disagrees with the index.
+    Reads headers only. The first problem is what `load` raises.
     """
-    if not (folder / INDEX).is_file():
-        require_single_file(folder)
-        return read_header(folder / SINGLE)
-    weight_map = read_weight_map(folder / INDEX)
-    files = sorted(set(weight_map.values()))
-    for file in files:
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder / file}: no such file, but {INDEX} names it")
     tensors: dict[str, StoredTensor] = {}
+    problems: list[Exception] = []
+    weight_map: dict[str, str] = {}
+    try:
+        if (folder / INDEX).is_file():
+            weight_map = _read_weight_map(folder / INDEX)
+        else:
+            _require_single_file(folder)
+        files = sorted(set(weight_map.values())) or [SINGLE]
+    except (OSError, ValueError) as error:
+        problems.append(error)
+        files = sorted(file.name for file in folder.glob("*.safetensors"))
+    unread = set()
     for file in files:
-        for name, tensor in read_header(folder / file).items():
-            if name not in weight_map:
-                raise ValueError(f"{tensor}: not in {INDEX}")
-            if weight_map[name] != file:
-                raise ValueError(f"{tensor}: {INDEX} places it in {weight_map[name]}")
-            tensors[name] = tensor
+        try:
+            if not (folder / file).is_file():
+                raise FileNotFoundError(f"{folder / file}: no such file, but {INDEX} names it")
+            found = _read_header(folder / file)
+        except (OSError, ValueError) as error:
+            problems.append(error)
+            unread.add(file)
+            continue
+        tensors |= found
+        for tensor in found.values():
+            place = weight_map.get(tensor.name)
+            if weight_map and place != file:
+                where = f"{INDEX} places it in {place}" if place else f"not in {INDEX}"
+                problems.append(ValueError(f"{tensor}: {where}"))
     for name, file in weight_map.items():
-        if name not in tensors:
-            raise ValueError(f"{folder / file}: lacks tensor {name!r}, which {INDEX} places there")
-    return tensors
+        if name not in tensors and file not in unread:
+            reason = f"lacks tensor {name!r}, which {INDEX} places there"
+            problems.append(ValueError(f"{folder / file}: {reason}"))
+    return tensors, problems
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor, as the index has it."""
+def _read_weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map must be a non-empty object")
@@ -124,8 +136,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def require_single_file(folder: Path) -> None:
-    """Raises the error that says what is there instead."""
+def _require_single_file(folder: Path) -> None:
     if (folder / SINGLE).is_file():
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
@@ -139,8 +150,7 @@ def require_single_file(folder: Path) -> None:
     )
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name."""
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
     tensors = {}

@@ -68,7 +68,7 @@ def hf_tensor(leaves: Mapping[str, jax.Array], name: str) -> np.ndarray:
 
 
 def flat(params: Params) -> dict[str, Any]:
-    """Every leaf by its dotted name, layer after layer."""
+    """Every leaf by its dotted name, module after module."""
     return traverse_util.flatten_dict(params, sep=".")
 
 
