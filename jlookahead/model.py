@@ -160,7 +160,6 @@ class MLP(nn.Module):
         return linear(cfg.hidden_size, name="down_proj")(nn.silu(gate) * up)
 
 
-@nn.jit  # traced once for all layers
 class DecoderLayer(nn.Module):
     config: ModelConfig
 
