@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jlookahead.checkpoints import LoadedModel, converted
+from jlookahead.checkpoints import LoadedModel, converted, load
 from jlookahead.checkpoints.params import flat
 from jlookahead.model import LlamaModel, Params
 from jlookahead.model_config import ModelConfig
@@ -26,19 +27,24 @@ from jlookahead.model_config import ModelConfig
 Tensors = dict[str, np.ndarray]
 
 
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+
+
 def hf_config(**overrides: Any) -> dict[str, Any]:
     """The fields of a `config.json`."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
+        **SIZES,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
@@ -98,6 +104,15 @@ def write_hf(
 def write_index(folder: Path, weight_map: Mapping[str, str]) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def refusal(source: Path, error: type[Exception] | tuple = ValueError) -> str:
+    """The one line, with the source in it, in which `load` refuses it."""
+    with pytest.raises(error) as caught:
+        load(source)
+    message = str(caught.value)
+    assert "\n" not in message and str(source) in message
+    return message
 
 
 def write_converted(model: LoadedModel, folder: Path) -> None:

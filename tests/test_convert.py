@@ -45,14 +45,6 @@ def converted_folder(source, tmp_path):
     return tmp_path / "new"
 
 
-def refusal(folder, error=ValueError) -> str:
-    with pytest.raises(error) as caught:
-        checkpoints.load(folder)
-    message = str(caught.value)
-    assert "\n" not in message and str(folder) in message
-    return message
-
-
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conversion_keeps_everything(source, tmp_path, stored, dtype):
@@ -148,7 +140,7 @@ def test_an_interrupted_conversion_goes_on(source, tmp_path, monkeypatch, capsys
         assert "No space left" in message and PARTIAL in message and message.count("\n") == 1
     assert not (tmp_path / "new").exists()
     written = converted.written_modules(tmp_path / PARTIAL)
-    refusal(tmp_path / PARTIAL, (ValueError, FileNotFoundError))
+    files.refusal(tmp_path / PARTIAL, (ValueError, FileNotFoundError))
 
     again = saves(monkeypatch)
     assert main(arguments) == 0
@@ -193,7 +185,7 @@ def test_a_killed_conversion_goes_on(tmp_path, monkeypatch, num_written):
     process.kill()
     process.wait()
     assert not destination.exists()
-    refusal(partial, (ValueError, FileNotFoundError))
+    files.refusal(partial, (ValueError, FileNotFoundError))
     written, again = converted.written_modules(partial), saves(monkeypatch)
     assert main(["from-hf", str(source), str(destination)]) == 0
     assert len(written) >= num_written and written.isdisjoint(again)
@@ -271,12 +263,12 @@ def test_tampered_manifest(converted_folder, change, message):
     manifest = json.loads(file.read_text())
     change(manifest)
     file.write_text(json.dumps(manifest))
-    assert message in refusal(converted_folder)
+    assert message in files.refusal(converted_folder)
 
 
 def test_manifest_that_is_no_json(converted_folder):
     (converted_folder / "jlookahead.json").write_text("{")
-    assert "jlookahead.json: invalid JSON" in refusal(converted_folder)
+    assert "jlookahead.json: invalid JSON" in files.refusal(converted_folder)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +283,7 @@ def test_manifest_that_is_no_json(converted_folder):
 )
 def test_tampered_params(converted_folder, change, message):
     files.rewrite_converted(converted_folder, change)
-    assert message in refusal(converted_folder)
+    assert message in files.refusal(converted_folder)
 
 
 # Orbax drops the reads of the other tensors, which then find their event loop closed.
@@ -301,7 +293,7 @@ def test_tampered_params(converted_folder, change, message):
 def test_damaged_params(converted_folder):
     largest = max((converted_folder / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    assert "not a readable Orbax checkpoint" in refusal(converted_folder)
+    assert "not a readable Orbax checkpoint" in files.refusal(converted_folder)
 
 
 def test_stray_directories_are_ignored(converted_folder):
@@ -311,4 +303,4 @@ def test_stray_directories_are_ignored(converted_folder):
 
 def test_missing_params(converted_folder):
     (converted_folder / "params").rename(converted_folder / "elsewhere")
-    assert "not a readable Orbax checkpoint" in refusal(converted_folder)
+    assert "not a readable Orbax checkpoint" in files.refusal(converted_folder)

@@ -22,19 +22,7 @@ from jlookahead.checkpoints.hf_directory import parse_config
 # Newer versions of transformers spell it `cache`; older ones do not know that name.
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 
-SIZES = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-)
+SIZES = files.SIZES | dict.fromkeys(["eos_token_id", "bos_token_id", "pad_token_id"])
 # Few of these are what the architecture has by default, so that each field is seen to matter.
 FAMILIES = {
     "llama": {},

@@ -29,14 +29,6 @@ def write(folder, metadata, vocab_size=300):
 ROLES = ("bos", "eos", "padding")
 
 
-def refusal(file) -> str:
-    with pytest.raises(ValueError) as caught:
-        checkpoints.load(file)
-    message = str(caught.value)
-    assert "\n" not in message and str(file) in message
-    return message
-
-
 # --- byte-level BPE ---
 
 
@@ -182,12 +174,12 @@ def test_llama3_starts_with_bos(tmp_path, changes, starts):
     ],
 )
 def test_unusable_tokenizer(tmp_path, changes, message):
-    assert message in refusal(write(tmp_path, metadata=tokenizer_metadata(**changes)))
+    assert message in files.refusal(write(tmp_path, metadata=tokenizer_metadata(**changes)))
 
 
 def test_more_tokens_than_rows(tmp_path):
     file = write(tmp_path, tokenizer_metadata(), vocab_size=271)
-    assert "tokenizer.ggml.tokens: got 272 tokens, must be 271 or less" in refusal(file)
+    assert "tokenizer.ggml.tokens: got 272 tokens, must be 271 or less" in files.refusal(file)
 
 
 # --- SentencePiece ---
@@ -348,4 +340,6 @@ def test_one_bos_per_prompt(sentencepiece):
     ],
 )
 def test_unusable_sentencepiece(tmp_path, changes, message):
-    assert message in refusal(write(tmp_path, sentencepiece_metadata(**changes), vocab_size=600))
+    assert message in files.refusal(
+        write(tmp_path, sentencepiece_metadata(**changes), vocab_size=600)
+    )

@@ -21,15 +21,8 @@ from jlookahead.model import LlamaModel
 from jlookahead.model_config import ModelConfig
 
 CONFIG = files.hf_config(num_hidden_layers=1, vocab_size=300, eos_token_id=[2, 7], pad_token_id=5)
-SIZES = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
+# Each architecture states its own width of a head, or none.
+SIZES = {name: size for name, size in files.SIZES.items() if name != "head_dim"}
 # None of these is what the architecture has by default.
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},

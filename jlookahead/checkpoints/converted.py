@@ -126,14 +126,14 @@ def _read_params(
         )
         for name, leaf in flat(LlamaModel(stored).abstract_params()).items()
     }
+    for problem in leaf_problems(path, abstract, read_metadata(path)):
+        raise ValueError(problem)
     leaves: list[tuple[str, jax.Array]] = []
     modules = {
         module: dict(group)
         for module, group in itertools.groupby(abstract.items(), lambda leaf: module_of(leaf[0]))
     }
     with ocp.StandardCheckpointer() as checkpointer:
-        for problem in leaf_problems(path, abstract, read_metadata(path)):
-            raise ValueError(problem)
         for module in progress(list(modules)):
             try:
                 tree = checkpointer.restore(

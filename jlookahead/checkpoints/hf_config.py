@@ -142,6 +142,8 @@ def from_hf_config(hf: Mapping[str, Any], dtype: str = "float32") -> ModelConfig
             value = _layered_window(hf)
         if name in _SCALES:
             check_number(name, value, "1e-6 to 1e6", 1e-6, 1e6)
+        if name == "attention_multiplier" and value == sizes["head_dim"] ** -0.5:
+            value = None  # what it is without the field
         if value is not None:
             features |= dict.fromkeys(targets, value)
     return ModelConfig(
@@ -162,7 +164,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ValueError: a combination of features that no architecture of transformers has.
     """
-    config, rope = _as_hf_has_it(config), config.rope
+    config = dataclasses.replace(config, num_padding_ids=0, quantization=None)
+    rope = config.rope
     common = {name: getattr(config, name) for name in SIZES}
     common |= {
         "hidden_act": "silu",
@@ -180,10 +183,12 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     for model_type, family in FAMILIES.items():
         hf = {"model_type": model_type, "architectures": [family.architecture]} | common
         hf |= {name: getattr(config, targets[0]) for name, targets in family.fields.items()}
+        if "attention_multiplier" in hf and config.attention_scale is None:
+            hf["attention_multiplier"] = config.head_dim**-0.5
         if "sliding_window" in family.fields and config.sliding_window is not None:
             hf |= {"use_sliding_window": True, "max_window_layers": 0}
         try:
-            if _as_hf_has_it(from_hf_config(hf, config.dtype)) == config:
+            if from_hf_config(hf, config.dtype) == config:
                 return hf
         except ValueError:  # a field that this family must have
             continue
@@ -205,11 +210,6 @@ def _family(hf: Mapping[str, Any]) -> Family:
             f"architectures: got {architectures!r}, supported is {family.architecture!r}"
         )
     return family
-
-
-def _as_hf_has_it(config: ModelConfig) -> ModelConfig:
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    return dataclasses.replace(config, attention_scale=scale, num_padding_ids=0, quantization=None)
 
 
 def _sizes(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
