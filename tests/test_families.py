@@ -286,6 +286,7 @@ def test_an_attention_scale_that_is_the_usual_one():
         attention_scale=None,
     )
     assert to_hf_config(config)["attention_multiplier"] == config.head_dim**-0.5
+    assert from_hf_config(to_hf_config(config)) == config
 
 
 JUNK = [
