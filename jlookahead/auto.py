@@ -118,7 +118,7 @@ class Auto:
         best = jnp.argmax(rates)
         return jnp.where(rates[best] > _MARGIN * plain_rate, jnp.asarray(drafting)[best], 0)
 
-    def read(self, logits: jax.Array) -> None:
+    def read(self, logits: jax.Array, num_columns: int) -> None:
         return None
 
     def observe(

@@ -61,6 +61,8 @@ class Layout:
             any forest a proposer makes, unless it caps acceptance.
         draft_sizes: numbers of leading draft rows that a round can compute, rising, the last
             one R. A round takes the least that holds every valid draft.
+        chain_len: rows of the chains that make up the drafts, of which the first may be linked
+            into longer ones; 0 where the forest has another form.
     """
 
     rows: np.ndarray
@@ -72,6 +74,7 @@ class Layout:
     num_jacobi: int
     max_accepted: int
     draft_sizes: tuple[int, ...]
+    chain_len: int
 
     @property
     def num_rows(self) -> int:
@@ -88,7 +91,7 @@ class Layout:
         return self.max_accepted + 1
 
 
-def at_stage(table: np.ndarray, stage: jax.Array) -> jax.Array:
+def at_stage(table: np.ndarray | jax.Array, stage: jax.Array) -> jax.Array:
     """Selects a `[T, ...]` table at `stage [B]`: `[1, ...]` if T is 1, else `[B, ...]`."""
     return jnp.asarray(table) if len(table) == 1 else jnp.asarray(table)[stage]
 
@@ -122,6 +125,7 @@ def build_layout(
     max_accepted: int = 0,
     warm_up: bool = False,
     draft_sizes: tuple[int, ...] = (),
+    chain_len: int = 0,
 ) -> Layout:
     """Builds the tables.
 
@@ -134,6 +138,7 @@ def build_layout(
             At stage s, levels 0..s are filled and hold W+N-2-s columns each, the ordinary
             row standing in for column 0 of level 0.
         draft_sizes: smaller numbers of draft rows that a round may compute, rising.
+        chain_len: rows of a chain, if the drafts are chains.
     """
     last = ngram - 2
     stages = range(last + 1) if warm_up else [last]
@@ -180,6 +185,7 @@ def build_layout(
         num_jacobi=num_jacobi,
         max_accepted=max_accepted,
         draft_sizes=(*draft_sizes, num_drafts),
+        chain_len=chain_len,
     )
 
 

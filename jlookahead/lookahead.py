@@ -87,6 +87,7 @@ class Lookahead:
             num_drafts=self.candidates * size,
             max_accepted=longest - 1 if self.reference else longest,
             warm_up=self.reference,
+            chain_len=size,
         )
 
     @property
@@ -195,10 +196,9 @@ class Lookahead:
         exists = exists[:, 0] & (jnp.arange(num_rows) < size * num_linked[:, None])
         return tokens[:, 0], exists, num_linked
 
-    def read(self, logits: jax.Array) -> jax.Array:
+    def read(self, logits: jax.Array, num_columns: int) -> jax.Array:
         """The window's new deepest level `[B, J]`."""
-        deepest = logits[:, 1 + self.layout.num_drafts :]
-        return top_token(deepest)
+        return top_token(logits[:, logits.shape[1] - num_columns :])
 
     def observe(
         self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array

@@ -137,7 +137,7 @@ class Recycling:
             tokens = jnp.concatenate([tokens[:, :1], grown], axis=1)
         return tokens[:, 1:], parents
 
-    def read(self, logits: jax.Array) -> jax.Array:
+    def read(self, logits: jax.Array, num_columns: int) -> jax.Array:
         """The likeliest successors `[B, Q, K]`: of the ordinary row, drafts and columns."""
         return top_tokens(logits, self.num_successors)
 

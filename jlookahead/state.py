@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,8 @@ class RoundState:
     """Everything a generation carries from round to round, per batch row where it can differ.
 
     After every round `length - 1` tokens have committed K/V: the last one is the ordinary
-    row of the next round. Shapes: B batch rows, T token and cache slots.
+    row of the next round. Where devices refeed what they accepted, the tokens accepted last have
+    none yet. Shapes: B batch rows, T token and cache slots.
     """
 
     # evolving
@@ -57,6 +60,7 @@ class RoundState:
     length: jax.Array  # [B] int32, tokens committed, prompt included
     finish: jax.Array  # [B] int32, finish code
     cache: KVCache
+    num_pending: jax.Array | None  # [B] int32, accepted tokens to be refed; None if K/V are kept
     logprobs: jax.Array | None  # [B, T] float32, of every emitted token; None if not wanted
     # memory of the proposer; None where the strategy has none
     window: Window | None
@@ -82,6 +86,11 @@ class RoundState:
         return self.finish != RUNNING
 
     @property
+    def num_committed(self) -> jax.Array:
+        """`[B]` int32, tokens with committed K/V."""
+        return self.length - 1 - (0 if self.num_pending is None else self.num_pending)
+
+    @property
     def last_token(self) -> jax.Array:
         """`[B]` int32, the ordinary row's token."""
         return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]
@@ -90,6 +99,30 @@ class RoundState:
     def stage(self) -> jax.Array:
         """`[B]` int32, fill stage of the window; 0 without one."""
         return jnp.zeros_like(self.length) if self.window is None else self.window.stage
+
+
+# What all rows of a batch share, in a call's arrays and in a state, by the name of the field.
+_SHARED_FIELDS = frozenset(
+    ("eos_ids", "pad_id", "num_reused", "processors", "table")
+    + ("temperature", "top_k", "top_p", "min_p", "seed")
+)
+
+
+def per_row(tree: Any) -> Any:
+    """Which leaves of a state, or of a call's arrays, hold one entry for each batch row, on axis 0;
+    the other ones serve all rows of a call.
+
+    Args:
+        tree: of arrays or of their shapes.
+
+    Returns:
+        the same structure with bools as leaves.
+    """
+
+    def has_rows(path: Any, _: Any) -> bool:
+        return _SHARED_FIELDS.isdisjoint(getattr(key, "name", None) for key in path)
+
+    return jax.tree_util.tree_map_with_path(has_rows, tree)
 
 
 @flax.struct.dataclass

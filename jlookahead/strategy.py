@@ -40,11 +40,15 @@ class Strategy(Protocol):
         """Fills the layout's forest with draft tokens."""
         ...
 
-    def read(self, logits: jax.Array) -> Any:
-        """What `observe` needs of a round's logits `[B, 1 + r + J, V]`: those of the ordinary row,
-        of the r draft rows that were computed, and of the window's deepest level.
+    def read(self, logits: jax.Array, num_columns: int) -> Any:
+        """What `observe` needs of a round's logits, anything or None.
 
-        Anything, or None.
+        Args:
+            logits: `[B, 1 + r + num_columns, V]`: of the ordinary row, of the r draft rows that
+                were computed, and of the window's deepest level.
+            num_columns: columns of the window that were computed: all of them, or this device's
+                part where the layout has chains (`chain_len`). Of such a part a token per column
+                must be read, `[B, num_columns]` int32, or nothing.
         """
         ...
 
@@ -89,7 +93,7 @@ class Autoregressive:
             parents=none,
         )
 
-    def read(self, logits: jax.Array) -> None:
+    def read(self, logits: jax.Array, num_columns: int) -> None:
         return None
 
     def observe(

@@ -15,7 +15,7 @@ from jlookahead.checkpoints.stored import StoredModel
 from jlookahead.checks import check_choice
 from jlookahead.model_config import DTYPES
 from jlookahead.quantization import QUANTIZATIONS
-from jlookahead.sharding import check_mesh
+from jlookahead.sharding import complete_mesh
 
 
 def load(
@@ -66,7 +66,7 @@ def load_with_progress(
 ) -> LoadedModel:
     """`load`, with `progress` wrapped around the names of what is read."""
     _check(dtype, quantize)
-    check_mesh(mesh)
+    mesh = None if mesh is None else complete_mesh(mesh)
     path = locate(path_or_id)
     if is_converted(path):
         return converted.read_converted(path, dtype, quantize, mesh, progress)
