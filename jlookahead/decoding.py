@@ -213,7 +213,7 @@ def _start(
     carried: Carried | None,
 ) -> RoundState:
     """Prefills the prompt without its last token and fills the proposer's memory."""
-    function = functools.partial(_start_rows, model, strategy, mesh, chunk, want_logprobs, refeeds)
+    function = functools.partial(_start_rows, model, strategy, chunk, want_logprobs, refeeds)
     specs = SHARED, row_specs(arrays), SHARED, BY_ROW
     shared = {name: row_specs(getattr(arrays, name)) for name in ("sampler", "processors", "stop")}
     fields = {field.name: BY_ROW for field in dataclasses.fields(RoundState)}
@@ -225,7 +225,6 @@ def _start(
 def _start_rows(
     model: TargetModel,
     strategy: Strategy,
-    mesh: Mesh | None,
     chunk: int,
     want_logprobs: bool,
     refeeds: bool,
@@ -237,7 +236,7 @@ def _start_rows(
     """`_start` for the batch rows of one device."""
     batch, num_slots = arrays.prompt.shape
     cache = model.init_cache(batch, num_slots) if carried is None else carried.cache
-    cache = split_heads(cache, mesh)
+    cache = split_heads(cache)
     cache, successors = _prefill(model, params, arrays, chunk, cache, strategy.num_successors)
     is_done = arrays.prompt_len >= arrays.limit
     state = RoundState(

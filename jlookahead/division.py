@@ -39,13 +39,16 @@ class Division:
     Attributes:
         rows: `[P, T, q]` the packed row behind every row of a device, -1 for none.
         logit_rows: `[P, T, 1 + r + j]` rows of a device whose logits are wanted: the ordinary row,
-            its drafts, and its j columns of the deepest level.
+            its drafts, and its columns of the deepest level, at most j.
+        column_at: `[T, J]` where each column of the deepest level is among those of all devices,
+            `[P, j]`.
         num_drafts: r. Device d has the drafts from `d * r` on.
-        num_columns: j. Device d has the columns from `d * j` on.
+        num_columns: j.
     """
 
     rows: np.ndarray
     logit_rows: np.ndarray
+    column_at: np.ndarray
     num_drafts: int
     num_columns: int
 
@@ -59,40 +62,43 @@ class Division:
 def divide(layout: Layout, num_devices: int) -> Division | None:
     """The division of a round among `num_devices`; None if there is nothing to divide.
 
-    Chains of drafts stay whole, and as many as may be linked into one stay together on the first
-    device. A forest that does not consist of chains is computed by every device.
+    Columns and chains of drafts go in runs of equal length, the last ones shorter or empty. Chains
+    stay whole, and as many as may be linked into one stay together on the first device. A forest
+    that does not consist of chains is computed by every device.
     """
     num_chains = layout.num_drafts // layout.chain_len if layout.chain_len else 0
     if num_devices == 1 or not num_chains:
         return None
     num_linked = -(-layout.max_accepted // layout.chain_len)
     num_drafts = max(num_linked, -(-num_chains // num_devices)) * layout.chain_len
-    num_columns = -(-layout.num_jacobi // num_devices)
-    if not num_columns and num_drafts >= layout.num_drafts:
+    if not layout.num_jacobi and num_drafts >= layout.num_drafts:
         return None
-    of_window = [
-        [_window_rows(stage_rows, device * num_columns, num_columns) for stage_rows in layout.rows]
-        for device in range(num_devices)
-    ]
-    num_window = max(len(rows) for stages in of_window for rows in stages)
     num_stages = len(layout.rows)
-    rows = np.full((num_devices, num_stages, 1 + num_window + num_drafts), _NOTHING)
-    logit_rows = np.zeros((num_devices, num_stages, 1 + num_drafts + num_columns), int)
+    # Columns of a device, by stage; the window has one column less at every one.
+    runs = [-(-(layout.num_jacobi - t) // num_devices) for t in range(num_stages)]
+    num_columns = max(runs)
+    of_window = [
+        [_window_rows(rows, d * run, run) for rows, run in zip(layout.rows, runs, strict=True)]
+        for d in range(num_devices)
+    ]
+    first_draft = 1 + max(len(rows) for stages in of_window for rows in stages)
+    rows = np.full((num_devices, num_stages, first_draft + num_drafts), _NOTHING)
     rows[..., 0] = 0
-    logit_rows[..., 1 : 1 + num_drafts] = 1 + num_window + np.arange(num_drafts)
-    for device, stages in enumerate(of_window):
-        first = device * num_drafts
-        drafts = layout.first_draft + np.arange(first, min(first + num_drafts, layout.num_drafts))
-        columns = slice(device * num_columns, (device + 1) * num_columns)
-        for stage, window_rows in enumerate(stages):
-            rows[device, stage, 1 : 1 + len(window_rows)] = window_rows
-            rows[device, stage, 1 + num_window : 1 + num_window + len(drafts)] = drafts
-            row_of = {row: i for i, row in enumerate(rows[device, stage].tolist())}
-            deepest = layout.logit_rows[stage, 1 + layout.num_drafts :][columns]
-            logit_rows[device, stage, 1 + num_drafts :][: len(deepest)] = [
-                row_of[row] for row in deepest.tolist()
-            ]
-    return Division(rows, logit_rows, num_drafts, num_columns)
+    logit_rows = np.zeros((num_devices, num_stages, 1 + num_drafts + num_columns), int)
+    logit_rows[..., 1 : 1 + num_drafts] = first_draft + np.arange(num_drafts)
+    for d, stages in enumerate(of_window):
+        drafts = np.arange(layout.num_drafts)[d * num_drafts :][:num_drafts]
+        for t, window_rows in enumerate(stages):
+            rows[d, t, 1 : 1 + len(window_rows)] = window_rows
+            rows[d, t, first_draft : first_draft + len(drafts)] = layout.first_draft + drafts
+            deepest = layout.logit_rows[t, 1 + layout.num_drafts :][d * runs[t] :][: runs[t]]
+            row_of = {row: i for i, row in enumerate(rows[d, t].tolist())}
+            logit_rows[d, t, 1 + num_drafts :][: len(deepest)] = [row_of[r] for r in deepest]
+    column_at = np.zeros((num_stages, layout.num_jacobi), int)
+    for t, run in enumerate(runs if num_columns else ()):
+        device, place = np.divmod(np.arange(layout.num_jacobi), run)
+        column_at[t] = np.minimum(device, num_devices - 1) * num_columns + place
+    return Division(rows, logit_rows, column_at, num_drafts, num_columns)
 
 
 def _window_rows(rows: np.ndarray, first: int, num_columns: int) -> np.ndarray:
@@ -129,14 +135,15 @@ def own_drafts(division: Division) -> OwnDrafts:
 
 
 def exchange(
-    verdict: Verdict, reading: jax.Array | None, num_columns: int
+    division: Division, verdict: Verdict, reading: jax.Array | None, stage: jax.Array
 ) -> tuple[Verdict, jax.Array | None, jax.Array]:
     """Tells every device what all of them found; one gathering of integers.
 
     Args:
+        division: who computes what.
         verdict: of this device's drafts.
         reading: `[B, j]` int32, what the strategy read of this device's columns, if anything.
-        num_columns: J.
+        stage: `[B]` fill stage of the window.
 
     Returns:
         the verdict that accepts most; the reading of all columns `[B, J]`; and whether the verdict
@@ -151,8 +158,9 @@ def exchange(
         return jnp.take_along_axis(leaf, index, axis=0)[0]
 
     if readings is not None:
-        batch = readings.shape[1]
-        reading = readings.transpose(1, 0, 2).reshape(batch, -1)[:, :num_columns]
+        by_device = readings.transpose(1, 0, 2).reshape(len(stage), -1)
+        column_at = at_stage(division.column_at, stage)
+        reading = jnp.take_along_axis(by_device, column_at, axis=1)
     is_winner = best == lax.axis_index(LOOKAHEAD)
     return jax.tree.map(of_best, verdicts), reading, is_winner
 

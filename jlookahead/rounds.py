@@ -94,7 +94,7 @@ def round_of_size(
         reading = strategy.read(logits, num_columns)
     with jax.named_scope("publish"):
         if division is not None:
-            verdict, reading, is_winner = exchange(verdict, reading, layout.num_jacobi)
+            verdict, reading, is_winner = exchange(division, verdict, reading, state.stage)
         if state.num_pending is not None:
             path = refed_path(rows, state, layout.max_accepted)
             verdict = dataclasses.replace(verdict, path=path)

@@ -28,8 +28,9 @@ from jlookahead.state import per_row
 DATA, LOOKAHEAD, TENSOR = AXES = ("data", "lookahead", "tensor")
 BY_ROW, SHARED = PartitionSpec(DATA), PartitionSpec()
 
-_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
-_BY_INPUT = ("o_proj", "down_proj")
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+# The table of embeddings by token, so that its rows come out whole.
+_BY_INPUT = ("o_proj", "down_proj", "embed_tokens")
 
 
 def complete_mesh(mesh: Mesh) -> Mesh:
@@ -108,7 +109,7 @@ def _axis(module: str, leaf: str, ndim: int) -> int | None:
     """The axis that is split, if any."""
     if module in _BY_OUTPUT:
         return ndim - 1
-    if module in _BY_INPUT and leaf == "kernel":
+    if module in _BY_INPUT and leaf in ("kernel", "weight"):
         return 0
     return None
 
@@ -158,18 +159,27 @@ def num_sharing(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[LOOKAHEAD]
 
 
-def split_heads(cache: Any, mesh: Mesh | None) -> Any:
+def split_heads(cache: Any) -> Any:
     """The cache `[B, K, S, D]` with its heads divided along `tensor`, if their number allows it."""
-    if mesh is None:
-        return cache
 
-    def constrain(slots: jax.Array) -> jax.Array:
-        if slots.shape[1] % mesh.shape[TENSOR]:
-            return slots
-        here = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(None, TENSOR))
-        return lax.with_sharding_constraint(slots, here)
+    def split(slots: jax.Array) -> jax.Array:
+        num_devices = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+        return slots if slots.shape[1] % num_devices else _along_tensor(slots, None, TENSOR)
 
-    return jax.tree.map(constrain, cache)
+    return jax.tree.map(split, cache)
+
+
+def gather_vocabulary(logits: jax.Array) -> jax.Array:
+    """`logits [B, V]` whole on every device: sampling passes over them many times."""
+    return _along_tensor(logits)
+
+
+def _along_tensor(x: jax.Array, *spec: str | None) -> jax.Array:
+    """Lays an array out along `tensor` within `per_device`; nothing to do elsewhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if TENSOR not in mesh.axis_names:
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
