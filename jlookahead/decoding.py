@@ -27,6 +27,7 @@ from jlookahead.rounds import decode_round, propose, round_of_size, size_index
 from jlookahead.sharding import (
     BY_ROW,
     SHARED,
+    largest_anywhere,
     num_sharing,
     per_device,
     replicate,
@@ -281,7 +282,7 @@ def _prefill(
     """
     batch, num_slots = arrays.prompt.shape
     causal = jnp.tri(chunk, dtype=bool)
-    end = arrays.prompt_len.max() - 1
+    end = largest_anywhere(arrays.prompt_len.max()) - 1
     head_chunk = min(chunk, _HEAD_CHUNK)
 
     def prefill_chunk(index: jax.Array, carry: tuple) -> tuple:
@@ -375,7 +376,8 @@ def _run_rounds(
     """
 
     def is_running(carry: _Loop) -> jax.Array:
-        return (carry.num_rounds < max_rounds) & ~carry.state.done.all()
+        num_running = largest_anywhere((~carry.state.done).sum())
+        return (carry.num_rounds < max_rounds) & (num_running > 0)
 
     def run_size(carry: _Loop, index: int, num_drafts: int) -> _Loop:
         def is_of_size(carry: _Loop) -> jax.Array:

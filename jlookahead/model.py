@@ -24,7 +24,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jlookahead.attention import attend
+from jlookahead.attention import attend, prefix_chunks
 from jlookahead.layers import Embedding, Linear, RMSNorm, TiedEmbedding, precision_of
 from jlookahead.model_config import ModelConfig
 from jlookahead.rope import rotary_angles, rotate
@@ -105,7 +105,7 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, cos, sin, positions, workspace_mask, keys, values, lengths):
+    def __call__(self, x, cos, sin, positions, workspace_mask, keys, values, lengths, chunks):
         cfg, dtype = self.config, jnp.dtype(self.config.dtype)
         batch, num_rows, _ = x.shape
 
@@ -137,6 +137,7 @@ class Attention(nn.Module):
             keys,
             values,
             lengths,
+            chunks,
             cfg.sliding_window,
         )
         out = out.transpose(0, 3, 1, 2, 4).reshape(batch, num_rows, -1)
@@ -189,10 +190,12 @@ class Llama(nn.Module):
             else Embedding(cfg.vocab_size, cfg.hidden_size, dtype, name="embed_tokens")
         )
         x = table(tokens) * jnp.asarray(cfg.embedding_scale, dtype)
+        num_slots = cache.keys[0].shape[2]
+        chunks = prefix_chunks(num_slots, positions, lengths, cfg.sliding_window)
         new_kv = []
         for i in range(cfg.num_hidden_layers):
             layer = DecoderLayer(cfg, name=f"layers_{i}")
-            inputs = positions, workspace_mask, cache.keys[i], cache.values[i], lengths
+            inputs = positions, workspace_mask, cache.keys[i], cache.values[i], lengths, chunks
             x, kv_rows = layer(x, cos, sin, *inputs)
             new_kv.append(kv_rows)
         return RMSNorm(cfg.rms_norm_eps, dtype, name="norm")(x), tuple(new_kv)

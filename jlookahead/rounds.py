@@ -19,6 +19,7 @@ from jlookahead.division import broadcast, divide, exchange, own_drafts, take
 from jlookahead.layout import Layout
 from jlookahead.model import KVCache, KVRows, Params, TargetModel
 from jlookahead.packing import PackedRows, append_refed, pack, refed_path
+from jlookahead.sharding import largest_anywhere
 from jlookahead.state import EOS, PLAIN, RUNNING, STOP, Draft, RoundInfo, RoundState
 from jlookahead.strategy import Strategy
 from jlookahead.target import choose
@@ -55,7 +56,7 @@ def propose(strategy: Strategy, state: RoundState) -> Draft:
 def size_index(layout: Layout, state: RoundState, draft: Draft) -> jax.Array:
     """Which of `layout.draft_sizes` is the least that holds every valid draft."""
     last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
-    num_needed = jnp.where(state.done, 0, last_valid).max()
+    num_needed = largest_anywhere(jnp.where(state.done, 0, last_valid).max())
     return jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
 
 

@@ -23,7 +23,6 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jlookahead.model_config import ModelConfig
-from jlookahead.state import per_row
 
 DATA, LOOKAHEAD, TENSOR = AXES = ("data", "lookahead", "tensor")
 BY_ROW, SHARED = PartitionSpec(DATA), PartitionSpec()
@@ -114,6 +113,30 @@ def _axis(module: str, leaf: str, ndim: int) -> int | None:
     return None
 
 
+# What all rows of a batch share, in a call's arrays and in a state, by the name of the field.
+_SHARED_FIELDS = frozenset(
+    ("eos_ids", "pad_id", "num_reused", "processors", "table")
+    + ("temperature", "top_k", "top_p", "min_p", "seed")
+)
+
+
+def per_row(tree: Any) -> Any:
+    """Which leaves of a state, or of a call's arrays, hold one entry for each batch row, on axis 0;
+    the other ones serve all rows of a call.
+
+    Args:
+        tree: of arrays or of their shapes.
+
+    Returns:
+        the same structure with bools as leaves.
+    """
+
+    def has_rows(path: Any, _: Any) -> bool:
+        return _SHARED_FIELDS.isdisjoint(getattr(key, "name", None) for key in path)
+
+    return jax.tree_util.tree_map_with_path(has_rows, tree)
+
+
 def row_specs(tree: Any) -> Any:
     """How a state or a call's arrays are divided along `data`: `BY_ROW` or `SHARED`, by leaf."""
     return jax.tree.map(lambda has_rows: BY_ROW if has_rows else SHARED, per_row(tree))
@@ -172,6 +195,18 @@ def split_heads(cache: Any) -> Any:
 def gather_vocabulary(logits: jax.Array) -> jax.Array:
     """`logits [B, V]` whole on every device: sampling passes over them many times."""
     return _along_tensor(logits)
+
+
+def largest_anywhere(value: jax.Array) -> jax.Array:
+    """The largest of the values that devices have, for loops that all must run equally often.
+
+    Only where a loop may hold XLA's collectives over `tensor`: in some of them every device of the
+    mesh takes part, whichever rows it has. Elsewhere the device's own value.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    if shape.get(TENSOR, 1) == 1 or shape[DATA] * shape[LOOKAHEAD] == 1:
+        return value
+    return lax.pmax(value, (DATA, LOOKAHEAD))
 
 
 def _along_tensor(x: jax.Array, *spec: str | None) -> jax.Array:

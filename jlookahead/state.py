@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -99,30 +97,6 @@ class RoundState:
     def stage(self) -> jax.Array:
         """`[B]` int32, fill stage of the window; 0 without one."""
         return jnp.zeros_like(self.length) if self.window is None else self.window.stage
-
-
-# What all rows of a batch share, in a call's arrays and in a state, by the name of the field.
-_SHARED_FIELDS = frozenset(
-    ("eos_ids", "pad_id", "num_reused", "processors", "table")
-    + ("temperature", "top_k", "top_p", "min_p", "seed")
-)
-
-
-def per_row(tree: Any) -> Any:
-    """Which leaves of a state, or of a call's arrays, hold one entry for each batch row, on axis 0;
-    the other ones serve all rows of a call.
-
-    Args:
-        tree: of arrays or of their shapes.
-
-    Returns:
-        the same structure with bools as leaves.
-    """
-
-    def has_rows(path: Any, _: Any) -> bool:
-        return _SHARED_FIELDS.isdisjoint(getattr(key, "name", None) for key in path)
-
-    return jax.tree_util.tree_map_with_path(has_rows, tree)
 
 
 @flax.struct.dataclass

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jlookahead.layout import Layout
+from jlookahead.sharding import largest_anywhere
 from jlookahead.state import BONUS, PLAIN, Draft
 
 # (logits [B, V], tokens emitted so far [B, M], their number, drafts that may follow [B, R])
@@ -90,7 +91,8 @@ def verify(
     )
 
     def is_running(walk: _Walk) -> jax.Array:
-        return (walk.depth < layout.max_emitted) & walk.running.any()
+        num_running = largest_anywhere(walk.running.sum())
+        return (walk.depth < layout.max_emitted) & (num_running > 0)
 
     def accept_one(walk: _Walk) -> _Walk:
         depth, running = walk.depth, walk.running

@@ -12,7 +12,7 @@ import jlookahead as jl
 from jlookahead.call import prepare
 from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
-from jlookahead.state import per_row
+from jlookahead.sharding import per_row
 
 STRATEGIES = [
     jl.Autoregressive(),
