@@ -72,7 +72,7 @@ class PromptLookup:
             parents=jnp.broadcast_to(parents, (batch, len(parents))),
         )
 
-    def read(self, logits: jax.Array) -> None:
+    def read(self, logits: jax.Array, num_columns: int) -> None:
         return None
 
     def observe(

@@ -52,9 +52,10 @@ def propose(strategy: Strategy, state: RoundState) -> Draft:
 
 
 def size_index(layout: Layout, state: RoundState, draft: Draft) -> jax.Array:
-    """Which of `layout.draft_sizes` is the least that holds every valid draft."""
-    last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
-    num_needed = jnp.where(state.done, 0, last_valid).max()
+    """Which of `layout.draft_sizes` is the least that holds every row that is to be computed."""
+    used = draft.valid if draft.wanted is None else draft.valid | draft.wanted
+    last_used = jnp.max(jnp.arange(1, layout.num_drafts + 1) * used, axis=1, initial=0)
+    num_needed = jnp.where(state.done, 0, last_used).max()
     return jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
 
 
@@ -67,10 +68,10 @@ def round_of_size(
     draft: Draft,
 ) -> tuple[RoundState, RoundInfo]:
     """The rest of a round, of which the first `num_drafts` draft rows are computed."""
-    layout = strategy.layout
-    with jax.named_scope("pack"):
-        rows = pack(layout, state, draft, num_drafts)
+    layout = strategy.layout.of_size(num_drafts)
     kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
+    with jax.named_scope("pack"):
+        rows = pack(layout, state, kept)
     with jax.named_scope("forward"):
         logits, new_kv = compute(model, params, state, rows)
     with jax.named_scope("verify"):
@@ -84,7 +85,8 @@ def round_of_size(
     with jax.named_scope("publish"):
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, draft, strategy.read(logits))
+        reading = strategy.read(logits, layout.num_jacobi)
+        after = strategy.observe(state, after, kept, reading)
     return after, _report(state, draft, verdict, num_emitted)
 
 
@@ -98,26 +100,21 @@ class PackedRows:
     logit_rows: jax.Array  # [B, L] int32
 
 
-def pack(layout: Layout, state: RoundState, draft: Draft, num_drafts: int) -> PackedRows:
-    """Lays last token, window and the first drafts out as query rows."""
+def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
+    """Lays last token, window and the layout's drafts out as query rows."""
     batch = state.tokens.shape[0]
     parts = [state.last_token[:, None], draft.tokens]
-    if state.window is not None:
+    if layout.num_jacobi:
+        assert state.window is not None, "start() fills it"
         parts.insert(1, state.window.tokens.reshape(batch, -1))
     source = at_stage(layout.source, state.stage)
     logit_rows = at_stage(layout.logit_rows, state.stage)
     offsets, mask = place(layout, state.stage, draft.parents)
-    # Drafts are the last rows, and behind the ordinary row the first whose logits are wanted.
-    left_out = layout.num_drafts - num_drafts
-    used = slice(layout.num_rows - left_out)
-    first, last = 1 + num_drafts, 1 + layout.num_drafts
-    wanted = jnp.concatenate([logit_rows[:, :first], logit_rows[:, last:]], axis=1)
-    tokens = jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1)
     return PackedRows(
-        tokens=tokens[:, used],
-        positions=(state.length[:, None] - 1 + offsets)[:, used],
-        mask=mask[:, used, used],
-        logit_rows=jnp.broadcast_to(wanted, (batch, wanted.shape[1])),
+        tokens=jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1),
+        positions=state.length[:, None] - 1 + offsets,
+        mask=mask,
+        logit_rows=jnp.broadcast_to(logit_rows, (batch, logit_rows.shape[1])),
     )
 
 
