@@ -23,26 +23,21 @@ class PackedRows:
     logit_rows: jax.Array  # [B, L] int32
 
 
-def pack(layout: Layout, state: RoundState, draft: Draft, num_drafts: int) -> PackedRows:
-    """Lays last token, window and the first drafts out as query rows."""
+def pack(layout: Layout, state: RoundState, draft: Draft) -> PackedRows:
+    """Lays last token, window and the layout's drafts out as query rows."""
     batch = state.tokens.shape[0]
     parts = [state.last_token[:, None], draft.tokens]
-    if state.window is not None:
+    if layout.num_jacobi:
+        assert state.window is not None, "start() fills it"
         parts.insert(1, state.window.tokens.reshape(batch, -1))
     source = at_stage(layout.source, state.stage)
     logit_rows = at_stage(layout.logit_rows, state.stage)
     offsets, mask = place(layout, state.stage, draft.parents)
-    # Drafts are the last rows, and behind the ordinary row the first whose logits are wanted.
-    left_out = layout.num_drafts - num_drafts
-    used = slice(layout.num_rows - left_out)
-    first, last = 1 + num_drafts, 1 + layout.num_drafts
-    wanted = jnp.concatenate([logit_rows[:, :first], logit_rows[:, last:]], axis=1)
-    tokens = jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1)
     return PackedRows(
-        tokens=tokens[:, used],
-        positions=(state.length[:, None] - 1 + offsets)[:, used],
-        mask=mask[:, used, used],
-        logit_rows=jnp.broadcast_to(wanted, (batch, wanted.shape[1])),
+        tokens=jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1),
+        positions=state.length[:, None] - 1 + offsets,
+        mask=mask,
+        logit_rows=jnp.broadcast_to(logit_rows, (batch, logit_rows.shape[1])),
     )
 
 

@@ -54,9 +54,10 @@ def propose(strategy: Strategy, state: RoundState) -> Draft:
 
 
 def size_index(layout: Layout, state: RoundState, draft: Draft) -> jax.Array:
-    """Which of `layout.draft_sizes` is the least that holds every valid draft."""
-    last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
-    num_needed = largest_anywhere(jnp.where(state.done, 0, last_valid).max())
+    """Which of `layout.draft_sizes` is the least that holds every row that is to be computed."""
+    used = draft.valid if draft.wanted is None else draft.valid | draft.wanted
+    last_used = jnp.max(jnp.arange(1, layout.num_drafts + 1) * used, axis=1, initial=0)
+    num_needed = largest_anywhere(jnp.where(state.done, 0, last_used).max())
     return jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
 
 
@@ -70,17 +71,16 @@ def round_of_size(
     draft: Draft,
 ) -> tuple[RoundState, RoundInfo]:
     """The rest of a round, of which the first `num_drafts` draft rows are computed."""
-    layout = strategy.layout
-    # A round of a smaller size is a chain or nothing.
-    division = divide(layout, num_devices) if num_drafts == layout.num_drafts else None
+    layout = strategy.layout.of_size(num_drafts)
+    division = divide(layout, num_devices)
     num_columns = layout.num_jacobi if division is None else division.num_columns
+    kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
     with jax.named_scope("pack"):
-        rows = pack(layout, state, draft, num_drafts)
+        rows = pack(layout, state, kept)
         if division is not None:
             rows = take(division, rows, state.stage)
         if state.num_pending is not None:
             rows = append_refed(rows, state, layout.max_accepted)
-    kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
     with jax.named_scope("forward"):
         logits, new_kv = compute(model, params, state, rows)
     with jax.named_scope("verify"):
@@ -103,7 +103,7 @@ def round_of_size(
             verdict, new_kv = broadcast(verdict, new_kv, is_winner)
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, draft, reading)
+        after = strategy.observe(state, after, kept, reading)
     return after, _report(state, draft, verdict, num_emitted)
 
 

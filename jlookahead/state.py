@@ -117,6 +117,8 @@ class Draft:
     valid: jax.Array  # [B, R] bool
     source: jax.Array  # [B, R] int8, source code
     parents: jax.Array  # [B, R] int32, the draft before, -1 for children of the ordinary row
+    # [B, R] bool, rows that the round computes, valid or not; None where those are the valid ones
+    wanted: jax.Array | None = None
 
 
 @flax.struct.dataclass

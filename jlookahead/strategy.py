@@ -46,9 +46,10 @@ class Strategy(Protocol):
         Args:
             logits: `[B, 1 + r + num_columns, V]`: of the ordinary row, of the r draft rows that
                 were computed, and of the window's deepest level.
-            num_columns: columns of the window that were computed: all of them, or this device's
-                part where the layout has chains (`chain_len`). Of such a part a token per column
-                must be read, `[B, num_columns]` int32, or nothing.
+            num_columns: columns of the window that were computed: all of them, 0 in a round that
+                left the window out, or this device's part where the layout has chains
+                (`chain_len`). Of such a part a token per column must be read, `[B, num_columns]`
+                int32, or nothing.
         """
         ...
 
@@ -60,7 +61,7 @@ class Strategy(Protocol):
         Args:
             before: the state the round started from.
             after: the same with the round's tokens published.
-            draft: what was verified.
+            draft: what was verified, `[B, r]`.
             reading: what `read` made of the round's logits.
 
         Returns:

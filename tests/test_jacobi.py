@@ -242,7 +242,7 @@ def packed_program(strategy: jl.Lookahead):
 
     def run(params, state):
         draft = strategy.propose(state)
-        rows = pack(strategy.layout, state, draft, strategy.layout.num_drafts)
+        rows = pack(strategy.layout, state, draft)
         logits, _ = compute(model, params, state, rows)
         return logits[0], draft
 
