@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -90,6 +93,31 @@ class RoundState:
     def stage(self) -> jax.Array:
         """`[B]` int32, fill stage of the window; 0 without one."""
         return jnp.zeros_like(self.length) if self.window is None else self.window.stage
+
+
+def per_row(state: RoundState) -> RoundState:
+    """Which leaves of a state hold one entry for each batch row, on axis 0; the other ones serve
+    all rows of a call.
+
+    Args:
+        state: of arrays or of their shapes.
+
+    Returns:
+        a state of the same structure whose leaves are bools.
+    """
+
+    def all_are(part: Any, answer: bool) -> Any:
+        return jax.tree.map(lambda _: answer, part)
+
+    sampler, stop = all_are(state.sampler, False), all_are(state.stop, False)
+    return dataclasses.replace(
+        all_are(state, True),
+        eos_ids=False,
+        pad_id=False,
+        sampler=sampler and dataclasses.replace(sampler, row_ids=True),
+        processors=all_are(state.processors, False),
+        stop=stop and dataclasses.replace(stop, state=True),
+    )
 
 
 @flax.struct.dataclass

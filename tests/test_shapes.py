@@ -12,6 +12,7 @@ import jlookahead as jl
 from jlookahead.call import prepare
 from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
+from jlookahead.state import per_row
 
 STRATEGIES = [
     jl.Autoregressive(),
@@ -56,6 +57,32 @@ def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, sampling, promp
     chex.assert_type([info.source, info.draft.source], jnp.int8)
     chex.assert_shape(after.logprobs, (batch, slots))
     chex.assert_type(after.logprobs, jnp.float32)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled", "residual"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_what_grows_with_the_batch_is_per_row(strategy, sampling):
+    lm = jl.load()
+    cfg = lm.make_config(
+        strategy=strategy,
+        sampling=sampling,
+        max_new_tokens=9,
+        min_new_tokens=2,
+        logprobs=True,
+        stop_strings=("ab",),
+        processors=(jl.processors.RepetitionPenalty(1.1), jl.processors.BannedTokens((3,))),
+    )
+
+    def shapes(batch):
+        call = prepare(lm.params, [[1, 2]] * batch, cfg, lm.tokenizer)
+        return jax.eval_shape(lambda p: start(call, p), lm.params)
+
+    state, larger = shapes(3), shapes(5)
+    answers = per_row(state)
+    chex.assert_trees_all_equal_structs(answers, state)
+    leaves = (jax.tree.leaves(tree) for tree in (answers, state, larger))
+    for is_per_row, leaf, other in zip(*leaves, strict=True):
+        assert other.shape == ((5, *leaf.shape[1:]) if is_per_row else leaf.shape)
 
 
 def test_a_round_is_traced_once_for_all_prompts_of_a_bucket():
