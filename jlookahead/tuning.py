@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jlookahead.auto import Auto
+from jlookahead.files import written_whole
 from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.model_config import ModelConfig
 from jlookahead.vocabulary import top_token
@@ -65,8 +65,11 @@ def keep_costs(model: LlamaModel, costs: tuple[tuple[int, float], ...]) -> Auto:
     """`Auto` with those of the costs that it goes by; later calls of `tune` read them."""
     chosen = _FLAT if dict(costs)[_FLAT[-1]] <= _FLAT_COST else _STEEP
     strategy = Auto(tuple((rows, cost) for rows, cost in costs if rows in chosen))
+    file = _file_of(model)
     try:
-        _write(_file_of(model), json.dumps(strategy.costs))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(file) as stream:
+            stream.write(json.dumps(strategy.costs))
     except OSError as error:
         warnings.warn(f"tune: costs are measured anew each time, {error}", stacklevel=3)
     return strategy
@@ -82,18 +85,6 @@ def _read(file: Path) -> Auto | None:
         return Auto(tuple(tuple(pair) for pair in json.loads(file.read_text())))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-
-
-def _write(file: Path, text: str) -> None:
-    """Writes the file as a whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as unfinished:
-        unfinished.write(text)
-    try:
-        os.replace(unfinished.name, file)
-    except OSError:
-        os.unlink(unfinished.name)
-        raise
 
 
 def measure_costs(

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import jlookahead
+from jlookahead.cli.batch import batch
 from jlookahead.cli.bench import bench
 from jlookahead.cli.chat import chat
 from jlookahead.cli.generate import generate
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(batch)
 app.command()(tune)
 app.command()(bench)
 
