@@ -6,6 +6,8 @@ others. A task returns all of its answers or none. Needs the extra `jlookahead[r
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
 # Prompts of a task for each row of the batch: more of them leave fewer rows idle at its end, and
 # are lost together when a worker dies.
 _PROMPTS_PER_ROW = 4
+
+
+class WorkerError(RuntimeError):
+    """A worker raised an exception, or none can be started."""
 
 
 class BatchGenerator:
@@ -80,11 +86,12 @@ def _schema() -> pyarrow.Schema:
     )
 
 
-def connect() -> None:
-    """Joins the cluster of the environment variable `RAY_ADDRESS`, or starts one on this machine.
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Joins the cluster of the environment variable `RAY_ADDRESS`, or one started on this machine.
 
-    To be called before JAX computes anything here: what Ray starts is forked. Does nothing if this
-    process is connected; Ray Data shows no progress of its own from now on.
+    To be entered before JAX computes anything here, since Ray forks what it starts. Within, Ray's
+    messages and what workers print go to standard error, and Ray Data shows no progress.
 
     Raises:
         ValueError: Ray Data is not installed.
@@ -96,9 +103,14 @@ def connect() -> None:
         raise ValueError(
             "ray: needs Ray Data, which is not installed: pip install 'jlookahead[ray]'"
         ) from error
-    if not ray.is_initialized():
-        ray.init()
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            if not ray.is_initialized():
+                ray.init()
+            ray.data.DataContext.get_current().enable_progress_bars = False
+            yield
+        finally:
+            ray.shutdown()
 
 
 def generate_on_ray(
@@ -112,7 +124,7 @@ def generate_on_ray(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the index and the answer of every prompt, each exactly once, a task at a time.
 
-    Runs on the cluster of `connect`.
+    Runs on the cluster of `connected`.
 
     Args:
         prompts: ids.
@@ -122,7 +134,7 @@ def generate_on_ray(
             there is no GPU.
 
     Raises:
-        ray.exceptions.RayError: a worker raised an exception, or none can be started.
+        WorkerError: with the last line of what Ray says.
     """
     import pyarrow
     import ray
@@ -151,6 +163,9 @@ def generate_on_ray(
         num_gpus=1 if num_gpus else None,
     )
     batches: Any = answered.iter_batches(batch_size=None, batch_format="pyarrow")
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield row.pop("index"), row
+    try:
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield row.pop("index"), row
+    except ray.exceptions.RayError as error:
+        raise WorkerError(str(error).strip().splitlines()[-1]) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -91,10 +92,10 @@ def batch(
         if not on_ray:
             raise ValueError("workers: is an option of --ray")
     prompts = read_batch(input_file)
-    with locked_folder(output):
+    cluster = ray_batch.connected() if on_ray else contextlib.nullcontext()
+    with locked_folder(output), cluster:
         with Console(stderr=True).status("Loading") as status:
             if on_ray:
-                ray_batch.connect()
                 jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
                 lm = loading.load_without_params(model, dtype=dtype)
             else:

@@ -47,7 +47,7 @@ def open_journal(folder: Path, job: Mapping[str, Any]) -> Iterator[Journal]:
         job: what decides the answers, as JSON has it.
 
     Raises:
-        ValueError: there is a journal of another job, or a file that is none.
+        ValueError: there are answers of another job, or a file that is no journal.
         OSError: it cannot be read or written.
     """
     with (folder / JOURNAL).open("a+b") as file:
@@ -67,12 +67,14 @@ class Journal:
         self._places: dict[int, int] = {}  # where the line of each answer begins
         self.num_tokens = self.num_rounds = 0
         file.seek(0)
-        label, end = file.readline(), 0
+        label = file.readline()
         if label.endswith(b"\n"):
-            self._check_label(label, job)
-            end = self._find_answers(len(label))
-        file.truncate(end)  # a line that was cut off
-        if not end:
+            found, end = self._parse(label), self._find_answers(len(label))
+        if self._places:
+            self._check_same(found, job)
+            file.truncate(end)  # a line that was cut off
+        else:
+            file.truncate(0)
             self._append(job)
 
     def __contains__(self, index: int) -> bool:
@@ -81,8 +83,8 @@ class Journal:
     def __len__(self) -> int:
         return len(self._places)
 
-    def _check_label(self, label: bytes, job: Mapping[str, Any]) -> None:
-        found, wanted = self._parse(label), json.loads(json.dumps(job))
+    def _check_same(self, found: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+        wanted = json.loads(json.dumps(job))
         names = dict.fromkeys([*found, *wanted])
         differing = [name for name in names if found.get(name) != wanted.get(name)]
         if differing:
