@@ -39,7 +39,7 @@ def convert(source: str, destination: Path, dtype: str, quantize: str | None = N
     """
     output.require_new(destination)
     path, progress = loading.locate(source), output.progress("Converting tensors")
-    made_of = {"source": output.fingerprint(path), "dtype": dtype, "quantize": quantize}
+    made_of = {"source": loading.fingerprint(path), "dtype": dtype, "quantize": quantize}
     model: LoadedModel | StoredModel
     if loading.is_converted(path):
         model = loading.load_with_progress(path, dtype=dtype, quantize=quantize, progress=progress)

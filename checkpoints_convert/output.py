@@ -11,17 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import filelock
 from rich.console import Console
 from rich.progress import track
 
 from jlookahead.checkpoints.json_file import read_json
 from jlookahead.checkpoints.params import Progress
+from jlookahead.files import acquire_lock
 
 # In an unfinished directory: what it is made of, and the lock of the process that writes it.
 _LABEL, _LOCK = "conversion.json", "conversion.lock"
-# Files of a checkpoint directory that a conversion reads.
-_SUFFIXES = (".json", ".safetensors", ".model", ".jinja")
 
 
 def require_new(destination: Path) -> None:
@@ -45,11 +43,7 @@ def created_whole(destination: Path, made_of: Mapping[str, Any] | None = None) -
     """
     partial = destination.with_name(f".{destination.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(partial / _LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise ValueError(f"{destination}: another process is writing it") from None
+    lock = acquire_lock(partial / _LOCK, destination)
     try:
         _clear_unless(partial, made_of)
         yield partial
@@ -80,15 +74,6 @@ def _clear_unless(partial: Path, made_of: Mapping[str, Any] | None) -> None:
         elif entry.name != _LOCK:
             entry.unlink()
     label.write_text(json.dumps(made_of), encoding="utf-8")
-
-
-def fingerprint(path: Path) -> list[list[str | int]]:
-    """Name, size and time of change of the file, or of the files in the directory."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-    found = [(str(file.absolute()), file.stat()) for file in files]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def progress(description: str) -> Progress:

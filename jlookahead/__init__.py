@@ -4,6 +4,7 @@ exactly the output of plain decoding."""
 from jlookahead import processors
 from jlookahead.auditing import Audit, audit
 from jlookahead.auto import Auto
+from jlookahead.batching import generate_many
 from jlookahead.checkpoints import Defaults, LoadedModel, load
 from jlookahead.config import Config, Sampling
 from jlookahead.decoding import Result, generate, iter_rounds
@@ -49,6 +50,7 @@ __all__ = [
     "TargetModel",
     "audit",
     "generate",
+    "generate_many",
     "iter_rounds",
     "load",
     "processors",

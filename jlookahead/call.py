@@ -93,7 +93,7 @@ def prepare(
             f"of the mesh along {DATA!r}"
         )
     lengths = [len(row) for row in rows]
-    limits, reasons = _limits(lengths, cfg, model.max_position_embeddings)
+    limits, reasons = limits_of(lengths, cfg, model.max_position_embeddings)
 
     num_read = max(lengths) - 1 - num_reused  # the last token belongs to the first round
     chunk = _prefill_chunk(max(num_read, 1), _MIN_NEXT_PREFILL if min_slots else _MIN_PREFILL)
@@ -158,8 +158,12 @@ def _float32(value: float) -> jax.Array:
     return jax.device_put(np.asarray(value, np.float32))
 
 
-def _limits(lengths: Sequence[int], cfg: Config, context: int) -> tuple[list[int], list[int]]:
-    """The length at which each row stops, and the finish code of reaching it."""
+def limits_of(lengths: Sequence[int], cfg: Config, context: int) -> tuple[list[int], list[int]]:
+    """The length at which each row stops, and the finish code of reaching it.
+
+    Raises:
+        ValueError: the longest prompt leaves no room for its budget.
+    """
     longest = max(lengths)
     if longest + cfg.max_new_tokens > context:
         raise ValueError(
@@ -178,12 +182,18 @@ def _limits(lengths: Sequence[int], cfg: Config, context: int) -> tuple[list[int
     return [min(limit, int(cfg.cache_len)) for limit in limits], reasons
 
 
-def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int) -> Sampler | None:
+def check_row_ids(row_ids: Sequence[int] | None, batch: int) -> Sequence[int]:
+    """The ids that key the sampling of each row."""
     ids = range(batch) if row_ids is None else row_ids
     if not isinstance(ids, Sequence | np.ndarray) or len(ids) != batch:
         raise ValueError(f"row_ids: got {row_ids}, must be {batch} integers, 0 or more")
     for row_id in ids:
         check_int("row_ids", row_id, 0)
+    return ids
+
+
+def _make_sampler(sampling: Sampling, row_ids: Sequence[int] | None, batch: int) -> Sampler | None:
+    ids = check_row_ids(row_ids, batch)
     if sampling.temperature == 0:
         return None
     return Sampler(

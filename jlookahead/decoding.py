@@ -413,28 +413,31 @@ def _run_one_round(
 def collect(progress: Progress, call: Call, cfg: Config, tokenizer: Any) -> Result:
     """Copies a finished generation to the host."""
     progress, prompt_len = jax.device_get((progress, call.arrays.prompt_len))
-    tokens, sources, logprobs = [], [], []
-    for b in range(len(prompt_len)):
-        new = slice(prompt_len[b], progress.length[b])
-        tokens.append(progress.tokens[b, new].tolist())
-        sources.append([SOURCES[code] for code in progress.source[b, new]])
-        if progress.logprobs is not None:
-            logprobs.append(progress.logprobs[b, new].tolist())
+    rows = [row_result(progress, b, size, cfg, tokenizer) for b, size in enumerate(prompt_len)]
+    if not call.is_batch:
+        return rows[0]
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(Result):
+        values = [getattr(row, field.name) for row in rows]
+        fields[field.name] = None if values[0] is None else values
+    return Result(**fields)
+
+
+def row_result(
+    progress: Progress, row: int, prompt_len: int, cfg: Config, tokenizer: Any
+) -> Result:
+    """The result of a batch row that is done; `progress` lies on the host."""
+    new = slice(prompt_len, progress.length[row])
+    tokens, num_rounds = progress.tokens[row, new].tolist(), int(progress.num_rounds[row])
     text = None
     if tokenizer is not None:
-        text = [cut_at_stop(decode(tokenizer, row), cfg.stop_strings) for row in tokens]
-    num_rounds = progress.num_rounds.tolist()
-    fields: dict[str, Any] = dict(
+        text = cut_at_stop(decode(tokenizer, tokens), cfg.stop_strings)
+    return Result(
         tokens=tokens,
         text=text,
         num_rounds=num_rounds,
-        tokens_per_round=[
-            len(t) / n if n else 0.0 for t, n in zip(tokens, num_rounds, strict=True)
-        ],
-        finish_reason=[FINISH_REASONS[code] for code in progress.finish],
-        sources=sources,
-        logprobs=logprobs or None,
+        tokens_per_round=len(tokens) / num_rounds if num_rounds else 0.0,
+        finish_reason=FINISH_REASONS[progress.finish[row]],
+        sources=[SOURCES[code] for code in progress.source[row, new]],
+        logprobs=None if progress.logprobs is None else progress.logprobs[row, new].tolist(),
     )
-    if not call.is_batch:
-        fields = {name: rows and rows[0] for name, rows in fields.items()}
-    return Result(**fields)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jlookahead.auto import Auto
+from jlookahead.files import written_whole
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.model_config import ModelConfig
@@ -82,8 +82,11 @@ def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
 
 def keep_costs(model: LlamaModel, costs: Costs) -> Auto:
     """The `Auto` that suits the costs; later calls of `tune` read them."""
+    file = _file_of(model)
     try:
-        _write(_file_of(model), json.dumps(costs))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(file) as stream:
+            stream.write(json.dumps(costs))
     except OSError as error:
         warnings.warn(f"tune: costs are measured anew each time, {error}", stacklevel=3)
     return suit(costs)
@@ -121,18 +124,6 @@ def _read(file: Path) -> Auto | None:
         return suit(Auto(costs).costs)  # which checks them
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _write(file: Path, text: str) -> None:
-    """Writes the file as a whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as unfinished:
-        unfinished.write(text)
-    try:
-        os.replace(unfinished.name, file)
-    except OSError:
-        os.unlink(unfinished.name)
-        raise
 
 
 def measure_costs(model: TargetModel, params: Params, rows: tuple[int, ...] = _ROWS) -> Costs:

@@ -12,10 +12,14 @@ from jlookahead.checkpoints import converted, gguf_file, hf_directory, hub
 from jlookahead.checkpoints.loaded_model import LoadedModel
 from jlookahead.checkpoints.params import Progress, match_tensors, read_params, unflattened
 from jlookahead.checkpoints.stored import StoredModel
+from jlookahead.checkpoints.tokenizer import read_tokenizer
 from jlookahead.checks import check_choice
 from jlookahead.model_config import DTYPES
 from jlookahead.quantization import QUANTIZATIONS
 from jlookahead.sharding import complete_mesh
+
+# Files that are read of a checkpoint directory.
+_SUFFIXES = (".json", ".safetensors", ".model", ".jinja")
 
 
 def load(
@@ -86,6 +90,26 @@ def open_checkpoint(path: Path, *, dtype: str, quantize: str | None = None) -> S
         raise ValueError(f"{path}: not a checkpoint, which is a directory or a .gguf file")
     config = dataclasses.replace(stored.config, quantization=quantize)
     return dataclasses.replace(stored, config=config)
+
+
+def load_without_params(path_or_id: str | Path | None, *, dtype: str) -> LoadedModel:
+    """What `load` gives, but nothing in `params`: no weights are read."""
+    path = locate(path_or_id)
+    if is_converted(path):
+        _check(dtype, None)
+        config, defaults = converted.parse_manifest(path / converted.MANIFEST, dtype)
+        return LoadedModel({}, config, read_tokenizer(path), defaults)
+    stored = open_checkpoint(path, dtype=dtype)
+    return LoadedModel({}, stored.config, stored.tokenizer, stored.defaults)
+
+
+def fingerprint(path: Path) -> list[list[str | int]]:
+    """Name, size and time of change of a checkpoint's file, or of the files in its directory."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+    found = [(str(file.absolute()), file.stat()) for file in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def is_converted(path: Path) -> bool:

@@ -9,11 +9,13 @@ import typer
 from typer.core import TyperGroup
 
 import jlookahead
+from jlookahead.cli.batch import batch
 from jlookahead.cli.bench import bench
 from jlookahead.cli.chat import chat
 from jlookahead.cli.generate import generate
 from jlookahead.cli.interrupt import exit_on_interrupt
 from jlookahead.cli.tune import tune
+from jlookahead.ray_batch import WorkerError
 
 
 class Commands(TyperGroup):
@@ -29,6 +31,9 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
         except jax.errors.JaxRuntimeError as error:  # out of memory, most often
             typer.echo(f"error: the device failed: {_describe(error)}", err=True)
+            raise typer.Exit(3) from None
+        except WorkerError as error:
+            typer.echo(f"error: a worker failed: {_describe(error)}", err=True)
             raise typer.Exit(3) from None
 
 
@@ -50,6 +55,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(batch)
 app.command()(tune)
 app.command()(bench)
 
@@ -75,8 +81,8 @@ def _options(
 def main() -> None:
     """Runs the command line.
 
-    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 3 (the device
-    failed), 130 (Ctrl-C).
+    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 3 (the device or
+    a worker failed), 130 (Ctrl-C).
     """
     exit_on_interrupt()
     app()

@@ -19,13 +19,6 @@ from jlookahead.cli import display, options, runs
 from jlookahead.cli.prompt_options import encode_prompt, read_prompt
 from jlookahead.cli.runs import Run
 from jlookahead.cli.strategies import LOOKAHEAD, PLAIN, make_strategy, measured
-from jlookahead.config import Sampling
-from jlookahead.processors import (
-    FrequencyPenalty,
-    PresencePenalty,
-    Processor,
-    RepetitionPenalty,
-)
 
 
 def generate(
@@ -41,9 +34,7 @@ def generate(
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids separated by commas: 1,2,3.")
     ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Do not wrap the text in the model's chat template.")
-    ] = False,
+    raw: options.Raw = False,
     strategy: options.StrategyName = LOOKAHEAD,
     window: options.Window = None,
     ngram: options.Ngram = None,
@@ -53,27 +44,17 @@ def generate(
     block: options.Block = None,
     rows: options.Rows = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    min_new_tokens: Annotated[int, typer.Option(help="New tokens before the text may end.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
-    ] = None,
+    min_new_tokens: options.MinNewTokens = 0,
+    stop: options.Stop = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     seed: options.Seed = 0,
-    verify: Annotated[
-        str, typer.Option(help="How drafts are accepted in sampling: coupled or residual.")
-    ] = "coupled",
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Divides logits of tokens in prompt or output; 1 is none.")
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted from logits of tokens in the output.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Subtracted once per occurrence in the output.")
-    ] = 0.0,
+    verify: options.Verify = "coupled",
+    repetition_penalty: options.Repetition = 1.0,
+    presence_penalty: options.Presence = 0.0,
+    frequency_penalty: options.Frequency = 0.0,
     compare: Annotated[
         bool | None,
         typer.Option(
@@ -98,9 +79,9 @@ def generate(
         PLAIN: make_strategy(PLAIN, {}),
         strategy: make_strategy(strategy, ctx.params),
     }
-    sampling = Sampling(temperature, top_k, top_p, min_p, seed, verify)
+    fields = options.config_fields(ctx.params)
     if with_audit:
-        check_sampling(sampling)
+        check_sampling(fields["sampling"])
     is_residual = temperature > 0 and verify == "residual"
     if compare is None:
         compare = strategy != PLAIN and not as_json and not is_residual
@@ -121,15 +102,7 @@ def generate(
         status.update("Measuring this device")
         known[strategy] = measured(known[strategy], lm)
         configs = {
-            name: lm.make_config(
-                strategy=known[name],
-                sampling=sampling,
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=min_new_tokens,
-                stop_strings=tuple(stop or ()),
-                processors=_penalties(repetition_penalty, presence_penalty, frequency_penalty),
-                logprobs=logprobs,
-            )
+            name: lm.make_config(strategy=known[name], logprobs=logprobs, **fields)
             for name in ([PLAIN, strategy] if compare else [strategy])
         }
         compile_seconds = {}
@@ -149,10 +122,10 @@ def generate(
         results = [run(name, lambda token: None) for name in configs]
         audited = check(results[-1])
         about = {"model": model or "bundled", "prompt_tokens": len(ids)}
-        fields = about | _to_json(results, has_text=lm.tokenizer is not None)
+        output = about | _to_json(results, has_text=lm.tokenizer is not None)
         if audited is not None:
-            fields["audit"] = _audit_fields(audited)
-        print(json.dumps(fields))
+            output["audit"] = _audit_fields(audited)
+        print(json.dumps(output))
     else:
         if compare:
             results = _show_side_by_side(run, list(configs), text_or_ids)
@@ -164,18 +137,6 @@ def generate(
     is_clean = audited is None or audited.first_divergence is None
     if results[0].token_ids != results[-1].token_ids or not is_clean:
         raise typer.Exit(1)
-
-
-def _penalties(repetition: float, presence: float, frequency: float) -> tuple[Processor, ...]:
-    """Those that do something, which are checked by the call."""
-    penalties: list[Processor] = []
-    if repetition != 1:
-        penalties.append(RepetitionPenalty(repetition))
-    if presence != 0:
-        penalties.append(PresencePenalty(presence))
-    if frequency != 0:
-        penalties.append(FrequencyPenalty(frequency))
-    return tuple(penalties)
 
 
 def _audit_fields(audited: Audit) -> dict[str, Any]:
