@@ -41,7 +41,7 @@ def compile_round_loop(strategy, prompts, max_new_tokens=1000):
     cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=max_new_tokens)
     call = prepare(params, prompts, cfg)
     state = start(call, params)
-    args = (call.model, strategy, params, state, np.int32(1))
+    args = (call.model, strategy, None, params, state, np.int32(1))
     return run_rounds.lower(*args).compile(), state
 
 
@@ -137,7 +137,7 @@ def test_the_loop_never_talks_to_the_host(strategy, prompts):
         assert word not in text
     params, rounds = tiny_params(0), jax.device_put(np.int32(1000))
     with jax.transfer_guard("disallow"):
-        run_rounds(jl.LlamaModel(TINY), strategy, params, state, rounds)
+        run_rounds(jl.LlamaModel(TINY), strategy, None, params, state, rounds)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -203,8 +203,8 @@ def test_prefill_writes_the_cache_in_place():
         params = tiny_params(0)
         cfg = jl.Config(model=TINY, strategy=STRATEGIES[0], max_new_tokens=max_new_tokens)
         call = prepare(params, [[1, 2, 3]], cfg)
-        sizes = (call.prefill_chunk, call.want_logprobs)
-        args = (call.model, call.strategy, *sizes, params, call.arrays, None, None)
+        static = (call.mesh, call.prefill_chunk, call.want_logprobs, call.refeeds)
+        args = (call.model, call.strategy, *static, params, call.arrays, None, None)
         compiled = decoding._start.lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes, call.num_slots
 
@@ -218,7 +218,7 @@ def test_the_state_is_donated():
     cfg = jl.Config(model=TINY, strategy=STRATEGIES[1], max_new_tokens=20)
     call = prepare(params, [1, 2], cfg)
     state = start(call, params)
-    _, progress = run_rounds(call.model, call.strategy, params, state, np.int32(2))
+    _, progress = run_rounds(call.model, call.strategy, call.mesh, params, state, np.int32(2))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache, state.pool)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, progress)))
 
