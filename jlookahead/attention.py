@@ -41,7 +41,7 @@ def attend(
         new_keys, new_values: `[B, K, Q, D]`, of the workspace.
         positions: `[B, Q]` int32, of the rows; a slot's position is its number.
         workspace_mask: `[Q, Q]` or `[B, Q, Q]` bool, True = row i attends to row j.
-        keys, values: `[B, K, S, D]`, of the prefix.
+        keys, values: `[B, K, S, D]`, of the prefix; S is 0 where there is none.
         lengths: `[B]` int32, committed slots.
         chunks: of the prefix, see `prefix_chunks`.
         sliding_window: tokens back that a row attends to, itself included; None for all.
@@ -103,7 +103,9 @@ def attend(
             out * shrink + weighted(p, v),
         )
 
-    _, total, out = lax.fori_loop(*chunks, add_chunk, carry)
+    if keys.shape[2]:
+        carry = lax.fori_loop(*chunks, add_chunk, carry)
+    _, total, out = carry
     return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)
 
 
@@ -119,6 +121,8 @@ def prefix_chunks(
     Raises:
         ValueError: slots that are no whole number of chunks.
     """
+    if not num_slots:
+        return 0, jnp.int32(0)
     chunk = min(PREFIX_CHUNK, num_slots)
     if num_slots % chunk:
         raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")

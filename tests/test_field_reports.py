@@ -159,7 +159,9 @@ def test_nothing_follows_an_end_inside_a_block(strategy):
             assert reasons[:-1] == [None] * len(expected[1:])
             assert not streamed or reasons[-1] == ("eos" if expected[-1] == eos else "length")
     call = prepare(CYCLE, LAP, dataclasses.replace(cfg, eos_token_ids=(3,)), model=NINE)
-    state, _ = run_rounds(NINE, strategy, None, CYCLE, start(call, CYCLE), jax.device_put(np.int32(9)))
+    state, _ = run_rounds(
+        NINE, strategy, None, CYCLE, start(call, CYCLE), jax.device_put(np.int32(9))
+    )
     assert state.num_rounds[0] == 1 and state.length[0] == 13
     assert state.tokens[0].tolist() == LAP + [1, 2, 3] + [0] * (state.tokens.shape[1] - 13)
 
