@@ -78,7 +78,7 @@ CASES = [
     Case(on(lookahead=2), jl.Recycling(24), publish="refeed"),
     Case(on(lookahead=2), jl.Autoregressive()),
     # The other axes, and all of them together.
-    Case(on(data=2), LOOKUP, COUPLED),
+    Case(on(data=2), LOOKUP),
     Case(on(tensor=8), MIXED, COUPLED),  # more devices than heads of either kind
     Case(on(data=2, tensor=2), jl.Recycling(24)),
     Case(on(lookahead=2, tensor=4), MIXED),
