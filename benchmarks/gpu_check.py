@@ -144,7 +144,7 @@ def bandwidth(config: jl.ModelConfig, params: Any) -> dict[str, float]:
     def measured() -> float:
         state = jax.block_until_ready(start(call, params))
         began = time.perf_counter()
-        jax.block_until_ready(run_rounds(model, plain, params, state, rounds))
+        jax.block_until_ready(run_rounds(model, plain, None, params, state, rounds))
         return (time.perf_counter() - began) / NUM_ROUNDS
 
     measured()

@@ -71,7 +71,9 @@ def measure(lm: jl.LoadedModel, strategy: jl.PromptLookup, context: int) -> dict
         began = time.perf_counter()
         jax.block_until_ready(propose(state))
         proposed = time.perf_counter()
-        state, _ = jax.block_until_ready(run_rounds(model, strategy, lm.params, state, rounds))
+        state, _ = jax.block_until_ready(
+            run_rounds(model, strategy, None, lm.params, state, rounds)
+        )
         ended = time.perf_counter()
         if repeat:  # the first compiles
             shares.append((proposed - began) / PROPOSALS / ((ended - proposed) / ROUNDS))

@@ -74,7 +74,7 @@ def measure(source: str | None, strategy: jl.Strategy, cache_dir: str) -> dict[s
     call = prepare(lm.params, PROMPT, cfg)
     state = start(call, lm.params)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((lm.params, state)))
-    loop = run_rounds.lower(call.model, strategy, lm.params, state, NO_ROUND_LIMIT).compile()
+    loop = run_rounds.lower(call.model, strategy, None, lm.params, state, NO_ROUND_LIMIT).compile()
     workspace = loop.memory_analysis().temp_size_in_bytes
     return {
         "compile_seconds": round(first - warm, 2),

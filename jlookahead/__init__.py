@@ -16,6 +16,7 @@ from jlookahead.prompt_lookup import PromptLookup
 from jlookahead.recycling import Recycling
 from jlookahead.rope import RopeConfig
 from jlookahead.session import Session
+from jlookahead.sharding import shard
 from jlookahead.state import RoundInfo, RoundState
 from jlookahead.strategy import Autoregressive, Strategy
 from jlookahead.streaming import StreamedToken, stream
@@ -53,6 +54,7 @@ __all__ = [
     "iter_rounds",
     "load",
     "processors",
+    "shard",
     "stream",
     "tune",
     "warmup",

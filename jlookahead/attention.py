@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jlookahead.layers import precision_of
+from jlookahead.sharding import largest_anywhere
 
 # Cache slots attended to at once. The loop over chunks has a traced trip count, so that the
 # cost follows the length in use and not the capacity.
@@ -26,6 +27,7 @@ def attend(
     keys: jax.Array,
     values: jax.Array,
     lengths: jax.Array,
+    chunks: tuple[int | jax.Array, jax.Array],
     sliding_window: int | None = None,
 ) -> jax.Array:
     """Attention over the workspace and the committed prefix.
@@ -39,8 +41,9 @@ def attend(
         new_keys, new_values: `[B, K, Q, D]`, of the workspace.
         positions: `[B, Q]` int32, of the rows; a slot's position is its number.
         workspace_mask: `[Q, Q]` or `[B, Q, Q]` bool, True = row i attends to row j.
-        keys, values: `[B, K, S, D]`, of the prefix.
+        keys, values: `[B, K, S, D]`, of the prefix; S is 0 where there is none.
         lengths: `[B]` int32, committed slots.
+        chunks: of the prefix, see `prefix_chunks`.
         sliding_window: tokens back that a row attends to, itself included; None for all.
 
     Returns:
@@ -79,10 +82,7 @@ def attend(
     p = jnp.exp(s - top)
     carry = top, p.sum(axis=-1, keepdims=True), weighted(p, new_values)
 
-    num_slots = keys.shape[2]
-    chunk = min(PREFIX_CHUNK, num_slots)
-    if num_slots % chunk:
-        raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")
+    chunk = min(PREFIX_CHUNK, keys.shape[2])
 
     def add_chunk(index: jax.Array, carry: tuple) -> tuple:
         top, total, out = carry
@@ -103,9 +103,31 @@ def attend(
             out * shrink + weighted(p, v),
         )
 
-    first_chunk: int | jax.Array = 0
-    if sliding_window is not None:
-        first_chunk = jnp.maximum(positions.min() - sliding_window + 1, 0) // chunk
-    num_chunks = (lengths.max() + chunk - 1) // chunk
-    _, total, out = lax.fori_loop(first_chunk, num_chunks, add_chunk, carry)
+    if keys.shape[2]:
+        carry = lax.fori_loop(*chunks, add_chunk, carry)
+    _, total, out = carry
     return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)
+
+
+def prefix_chunks(
+    num_slots: int, positions: jax.Array, lengths: jax.Array, sliding_window: int | None = None
+) -> tuple[int | jax.Array, jax.Array]:
+    """The first chunk of the prefix that any row attends to, and the one behind the last.
+
+    Args:
+        num_slots: S.
+        positions, lengths, sliding_window: see `attend`.
+
+    Raises:
+        ValueError: slots that are no whole number of chunks.
+    """
+    if not num_slots:
+        return 0, jnp.int32(0)
+    chunk = min(PREFIX_CHUNK, num_slots)
+    if num_slots % chunk:
+        raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")
+    end = (largest_anywhere(lengths.max()) + chunk - 1) // chunk
+    if sliding_window is None:
+        return 0, end
+    earliest = -largest_anywhere(-positions.min())
+    return jnp.maximum(earliest - sliding_window + 1, 0) // chunk, end

@@ -1,10 +1,11 @@
 """The strategy that weighs what a draft costs against what it may save, round by round.
 
-One program holds rounds of several sizes. Before each round the expected number of tokens is
-worked out for every size, from how often the token behind a match of that length has been right
-in this very text, and the size with the most tokens per unit of time is taken: plain decoding
-where drafts do not pay. What lookup would have drafted is compared with the text in plain rounds
-too, so that nothing is spent on finding out.
+One program holds rounds of several kinds: plain decoding, prompt lookup of several lengths and, on
+devices where many rows cost little, everything that `Lookahead` or `Recycling` knows. Before each
+round the expected number of tokens is worked out for every kind, from how often such drafts have
+been right in this very text, and the kind with the most tokens per unit of time is taken: plain
+decoding where drafts do not pay. What would have been drafted is compared with the text in plain
+rounds too, so that nothing is spent on finding out.
 
 Sources: Saxena, Prompt Lookup Decoding (2023), for the drafts; the probabilities at the start and
 the margin were chosen by measuring.
@@ -13,38 +14,40 @@ the margin were chosen by measuring.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jlookahead import acceptance
+from jlookahead.acceptance import LONGEST_MATCH
 from jlookahead.checks import check_int, check_number
-from jlookahead.layout import Layout, build_layout
+from jlookahead.layout import Layout, build_layout, with_smaller_rounds
+from jlookahead.lookahead import Lookahead
+from jlookahead.recycling import Recycling
 from jlookahead.state import LOOKUP, Draft, MatchRecord, PromptRead, RoundState
 from jlookahead.suffix_match import continuations, find_matches
 
-# How often the token behind a match of 0, 1, 2, ... tokens was right on SmolLM2, less a fifth.
-RIGHT_AT_FIRST = np.array(
-    [0, 0.16, 0.36, 0.48, 0.56, 0.6, 0.64, 0.68, 0.7, 0.7, 0.9, 0.9, 0.92], np.float32
-)
-LONGEST_MATCH = len(RIGHT_AT_FIRST) - 1
-# Observations that those probabilities are worth, and how slowly observations are forgotten.
-_WEIGHT_AT_FIRST = 2.0
-_KEPT = 0.97
 # Drafting must promise at least this share of plain decoding's rate.
 _MARGIN = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """Prompt lookup where it pays, plain decoding elsewhere.
+    """Drafts where they pay, plain decoding elsewhere; `tune` finds the costs and what suits them.
 
     Attributes:
-        costs: pairs of rows and the time of a round of that many, rising, the first one `(1, 1.0)`:
-            what `tune` measures. A round computes one of these numbers of rows.
+        costs: pairs of rows and the time of a round of that many, rising, the first one `(1, 1.0)`.
+            A round computes one of these numbers of rows.
+        wide: the strategy whose rounds are those of the most rows, `Lookahead` or `Recycling`;
+            None if these, like the others, hold prompt lookup alone. In other rounds its window
+            stands still, and it learns from what is computed.
     """
 
     costs: tuple[tuple[int, float], ...] = ((1, 1.0), (4, 1.4), (16, 2.2))
+    wide: Lookahead | Recycling | None = None
 
     def __post_init__(self) -> None:
         pairs = self.costs
@@ -59,39 +62,75 @@ class Auto:
             raise ValueError(
                 f"costs: got {pairs!r}, must be two pairs or more by rising rows, (1, 1.0) first"
             )
+        if self.wide is not None:
+            self._check_wide()
+
+    def _check_wide(self) -> None:
+        wide = self.wide
+        if not isinstance(wide, Lookahead | Recycling) or getattr(wide, "reference", False):
+            raise ValueError(
+                f"wide: got {wide!r}, allowed are None, a Recycling, and a Lookahead without "
+                "reference=True"
+            )
+        rows, num_drafts = wide.layout.num_rows, wide.layout.num_drafts
+        if self.costs[-1][0] != rows:
+            raise ValueError(f"costs: the last must be of the {rows} rows of wide={wide}")
+        longest = self.costs[-2][0] - 1
+        if len(self.costs) < 3 or longest >= num_drafts:
+            raise ValueError(
+                f"costs: got {self.costs!r}, must be three pairs or more, the last but one of at "
+                f"most {num_drafts} rows, as many as wide={wide} has drafts"
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Drafts of a round."""
-        return tuple(rows - 1 for rows, _ in self.costs)
+        """Tokens that lookup drafts in rounds of its own."""
+        pairs = self.costs if self.wide is None else self.costs[:-1]
+        return tuple(rows - 1 for rows, _ in pairs)
 
     @property
     def layout(self) -> Layout:
         *smaller, longest = self.sizes
-        return build_layout(num_drafts=longest, max_accepted=longest, draft_sizes=tuple(smaller))
+        if self.wide is None:
+            return build_layout(
+                num_drafts=longest, max_accepted=longest, draft_sizes=tuple(smaller)
+            )
+        layout = self.wide.layout
+        return with_smaller_rounds(layout, self.sizes, max(longest, layout.max_accepted))
 
     @property
     def num_successors(self) -> int:
-        return 0
+        return 0 if self.wide is None else self.wide.num_successors
 
     def start(self, state: RoundState, prompt: PromptRead) -> RoundState:
-        shape = (len(state.length), len(RIGHT_AT_FIRST))
-        total = jnp.full(shape, _WEIGHT_AT_FIRST, jnp.float32)
-        return dataclasses.replace(state, matches=MatchRecord(total * RIGHT_AT_FIRST, total))
+        if self.wide is not None:
+            state = self.wide.start(state, prompt)
+        record = acceptance.new_record(len(state.length), self.wide is not None)
+        return dataclasses.replace(state, matches=record)
 
     def propose(self, state: RoundState) -> Draft:
         tokens, exists, match_len = self._look_up(state)
         record = _memory(state)
-        chance = jnp.take_along_axis(record.right / record.total, match_len, axis=1)
-        # Expected tokens of a round that drafts 1, 2, ... tokens.
-        expected = 1 + jnp.cumsum(jnp.cumprod(jnp.where(exists, chance, 0), axis=1), axis=1)
-        size = self.best_size(jnp.where(state.done[:, None], 0, expected))
-        index = jnp.arange(self.sizes[-1])
-        return Draft(
+        expected = self.expected_tokens(record.right / record.total, match_len, exists)
+        kind = self.best_round(jnp.where(state.done[:, None], 0, expected))
+        size = jnp.asarray((*self.sizes, 0))[kind]
+        missing = self.layout.num_drafts - tokens.shape[1]
+        tokens, exists = (jnp.pad(x, ((0, 0), (0, missing))) for x in (tokens, exists))
+        index = jnp.arange(tokens.shape[1])
+        looked_up = Draft(
             tokens=tokens,
             valid=exists & (index < size),
             source=jnp.full(tokens.shape, LOOKUP, jnp.int8),
             parents=jnp.broadcast_to(index - 1, tokens.shape),
+        )
+        wide = self.wide
+        if wide is None:
+            return looked_up
+        nothing = jnp.zeros(tokens.shape, bool)
+        return lax.cond(
+            kind == len(self.sizes),
+            lambda: dataclasses.replace(wide.propose(state), wanted=~nothing),
+            lambda: dataclasses.replace(looked_up, wanted=nothing),
         )
 
     def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,49 +142,69 @@ class Auto:
         before = match_len + jnp.arange(self.sizes[-1])
         return tokens[:, 0], exists, jnp.minimum(before, LONGEST_MATCH)
 
-    def best_size(self, expected: jax.Array) -> jax.Array:
-        """The number of drafts with the most tokens per unit of time, 0 if none is worth it.
+    def expected_tokens(
+        self, chances: jax.Array, match_len: jax.Array, exists: jax.Array
+    ) -> jax.Array:
+        """Tokens of a round of each kind, in the order of `costs`: `[B, K]`.
 
         Args:
-            expected: `[B, R]` tokens of a round with 1, 2, ... drafts; 0 for rows that are done.
+            chances: `[B, C]`, see `acceptance.py`.
+            match_len: `[B, R]` length of the match before each token that lookup found.
+            exists: `[B, R]` bool, the tokens it found.
+        """
+        looked_up = acceptance.tokens_by_lookup(chances, match_len, exists)
+        kinds = [jnp.ones_like(looked_up[:, :1]), looked_up[:, np.array(self.sizes[1:]) - 1]]
+        if self.wide is not None:
+            deepest = self.wide.layout.max_accepted
+            of_wide = acceptance.tokens_by_everything(chances, match_len[:, 0], deepest)
+            kinds.append(of_wide[:, None])
+        return jnp.concatenate(kinds, axis=1)
+
+    def best_round(self, expected: jax.Array) -> jax.Array:
+        """The kind of round with the most tokens per unit of time: 0, plain, if no other is worth
+        it.
+
+        Args:
+            expected: `[B, K]` tokens of a round of each kind; 0 for rows that are done.
         """
         rows, costs = np.array(self.costs, np.float32).T
         # All batch rows are computed together, as many rows of one text would be.
         costs = jnp.interp(len(expected) * rows, rows, costs, right="extrapolate")
-        drafting = np.array(self.sizes[1:])
-        rates = expected.sum(axis=0)[drafting - 1] / costs[1:]
-        plain_rate = (expected[:, 0] > 0).sum() / costs[0]
-        best = jnp.argmax(rates)
-        return jnp.where(rates[best] > _MARGIN * plain_rate, jnp.asarray(drafting)[best], 0)
+        rates = expected.sum(axis=0) / costs
+        best = 1 + jnp.argmax(rates[1:])
+        return jnp.where(rates[best] > _MARGIN * rates[0], best, 0)
 
-    def read(self, logits: jax.Array) -> None:
-        return None
+    def read(self, logits: jax.Array, num_columns: int) -> Any:
+        return None if self.wide is None else self.wide.read(logits, num_columns)
 
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, reading: None
+        self, before: RoundState, after: RoundState, draft: Draft, reading: Any
     ) -> RoundState:
-        """Compares what lookup found with what came, drafted or not."""
+        """Compares what lookup found with what came, drafted or not, and so for `wide`."""
         # The search of `propose` once more: it takes less than a thousandth of a round.
         tokens, exists, match_len = self._look_up(before)
+        record, num_emitted = _memory(before), after.length - before.length
         index = jnp.arange(self.sizes[-1])
         at = before.length[:, None] + index
         came = jnp.take_along_axis(after.tokens, at, axis=1, mode="clip")
-        same = exists & (at < after.length[:, None]) & (tokens == came)
+        exists &= index < num_emitted[:, None]
+        same = exists & (tokens == came)
         num_right = jnp.cumprod(same, axis=1).sum(axis=1, keepdims=True)
-        was_tried = exists & (at < after.length[:, None]) & (index <= num_right)
-        of_length = match_len[..., None] == jnp.arange(LONGEST_MATCH + 1)
-        tried = (of_length & was_tried[..., None]).sum(axis=1)
-        right = (of_length & (was_tried & same)[..., None]).sum(axis=1)
-        record = _memory(before)
-        kept = jnp.where(tried > 0, _KEPT, 1.0)
-        base = _WEIGHT_AT_FIRST * jnp.asarray(RIGHT_AT_FIRST)
-        return dataclasses.replace(
-            after,
-            matches=MatchRecord(
-                right=base + kept * (record.right - base) + right,
-                total=_WEIGHT_AT_FIRST + kept * (record.total - _WEIGHT_AT_FIRST) + tried,
-            ),
-        )
+        was_tried = exists & (index <= num_right)
+        num_classes = record.total.shape[1]
+        tried = acceptance.count_lookups(match_len, was_tried, num_classes)
+        right = acceptance.count_lookups(match_len, was_tried & same, num_classes)
+        if self.wide is not None:
+            if draft.tokens.shape[1] == self.layout.num_drafts:
+                num_tried, num_held = num_emitted, num_emitted - 1
+            else:  # what it holds behind the next token was not looked at
+                is_held = (self.wide.next_tokens(before) == came[:, :1]).any(axis=1) | same[:, 0]
+                num_tried = jnp.minimum(num_emitted, 1)
+                num_held = num_tried * is_held
+            tried += acceptance.count_depths(match_len[:, 0], num_tried, num_classes)
+            right += acceptance.count_depths(match_len[:, 0], num_held, num_classes)
+            after = self.wide.observe(before, after, draft, reading)
+        return dataclasses.replace(after, matches=acceptance.learn(record, tried, right))
 
 
 def _memory(state: RoundState) -> MatchRecord:

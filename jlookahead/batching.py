@@ -19,14 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jlookahead.call import check_row_ids, limits_of, prepare, resolve_model
+from jlookahead.call import Call, check_row_ids, limits_of, prepare, resolve_model
 from jlookahead.checks import check_int
 from jlookahead.config import Config
 from jlookahead.decoding import Result, row_result, run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt, to_rows
-from jlookahead.state import LENGTH, RUNNING, RoundState, per_row
+from jlookahead.sharding import BY_ROW, DATA, mesh_of, per_device, per_row, row_specs
+from jlookahead.state import LENGTH, RUNNING, RoundState
 
 # Rounds per device call: a row that is done waits for the end of it.
 _ROUNDS_PER_CALL = 4
@@ -51,7 +53,7 @@ def generate_many(
         params: the model's parameters.
         prompts: each as `generate` takes a single one.
         cfg: what to do with each of them.
-        batch_size: rows that are decoded together.
+        batch_size: rows that are decoded together, a multiple of the devices along `data`.
         tokenizer: see `generate`.
         row_ids: an id for each prompt that keys its sampling, its index by default.
         model: see `generate`.
@@ -60,15 +62,22 @@ def generate_many(
         ValueError: at the call and before anything compiles, naming the prompt where it is one's.
     """
     check_int("batch_size", batch_size, 1)
+    mesh = mesh_of(params)
+    num_groups = 1 if mesh is None else mesh.shape[DATA]
+    if batch_size % num_groups:
+        raise ValueError(
+            f"batch_size: got {batch_size}, must be a multiple of {num_groups}, the devices of the "
+            f"mesh along {DATA!r}"
+        )
     model = resolve_model(params, cfg, model)
     rows = [_row_of(prompt, i, cfg, tokenizer, model) for i, prompt in enumerate(prompts)]
     ids = check_row_ids(row_ids, len(rows))
     if not rows:
         return iter(())
     cfg = with_capacity(cfg, [len(row) for row in rows], model.max_position_embeddings)
-    prepare(params, rows[0], cfg, tokenizer, [ids[0]], model)  # what is wrong for all is refused
-    job = _Job(params, model, cfg, tokenizer, rows, ids)
-    return _run(job, num_groups=1, group_size=batch_size)
+    job = _Job(params, model, mesh, cfg, tokenizer, rows, ids)
+    _prepare(job, [0] * num_groups)  # what is wrong for all is refused
+    return _run(job, num_groups, batch_size // num_groups)
 
 
 def with_capacity(cfg: Config, lengths: Sequence[int], context: int) -> Config:
@@ -109,6 +118,7 @@ def answer_of(result: Result) -> dict[str, Any]:
 class _Job:
     params: Params
     model: TargetModel
+    mesh: Mesh | None
     cfg: Config
     tokenizer: Any
     rows: Sequence[np.ndarray]
@@ -125,12 +135,14 @@ def _run(job: _Job, num_groups: int, group_size: int) -> Iterator[tuple[int, Res
     while True:
         while waiting and any(None in group for group in groups):
             slots, chosen = _assign(waiting, groups)
-            fresh = _start(job, chosen)
-            state = _all_done(fresh, group_size) if state is None else state
-            state = refill(state, fresh, jax.device_put(np.array(slots, np.int32)))
+            fresh = start(_prepare(job, chosen), job.params)
+            state = _all_done(job.mesh, fresh, group_size) if state is None else state
+            state = refill(job.mesh, state, fresh, np.array(slots, np.int32))
         if state is None or all(index is None for group in groups for index in group):
             break
-        state, progress = run_rounds(job.model, job.cfg.strategy, job.params, state, max_rounds)
+        state, progress = run_rounds(
+            job.model, job.cfg.strategy, job.mesh, job.params, state, max_rounds
+        )
         yield from finished  # while the device is at work
         finish = jax.device_get(progress.finish).reshape(num_groups, group_size)
         done = [
@@ -170,46 +182,50 @@ def _assign(
     return slots, chosen
 
 
-def _start(job: _Job, chosen: Sequence[int | None]) -> RoundState:
-    """A state of these prompts, one row each; any token stands in where there is none."""
+def _prepare(job: _Job, chosen: Sequence[int | None]) -> Call:
+    """A call of these prompts, one row each; any token stands in where there is none."""
     rows = [job.rows[0][:1] if index is None else job.rows[index] for index in chosen]
     ids = [0 if index is None else job.row_ids[index] for index in chosen]
-    call = prepare(job.params, rows, job.cfg, job.tokenizer, ids, job.model)
-    return start(call, job.params)
+    return prepare(job.params, rows, job.cfg, job.tokenizer, ids, job.model)
 
 
-@functools.partial(jax.jit, static_argnames=("group_size",))
-def _all_done(fresh: RoundState, group_size: int) -> RoundState:
+@functools.partial(jax.jit, static_argnames=("mesh", "group_size"))
+def _all_done(mesh: Mesh | None, fresh: RoundState, group_size: int) -> RoundState:
     """A batch of `group_size` rows like each of these, none of which is to be run."""
 
     def repeat(leaf: jax.Array, is_per_row: bool) -> jax.Array:
         # A copy, since this state is donated and the fresh one is still to be read.
         return jnp.repeat(leaf, group_size, axis=0) if is_per_row else jnp.copy(leaf)
 
-    state = jax.tree.map(repeat, fresh, per_row(fresh))
-    return dataclasses.replace(state, finish=jnp.full_like(state.finish, LENGTH))
+    def all_done(fresh: RoundState) -> RoundState:
+        state = jax.tree.map(repeat, fresh, per_row(fresh))
+        return dataclasses.replace(state, finish=jnp.full_like(state.finish, LENGTH))
+
+    specs = row_specs(fresh)
+    return per_device(all_done, mesh, (specs,), specs)(fresh)
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def refill(state: RoundState, fresh: RoundState, slots: jax.Array) -> RoundState:
-    """Writes new rows into a batch, each into its group of consecutive rows.
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def refill(
+    mesh: Mesh | None, state: RoundState, fresh: RoundState, slots: jax.Array | np.ndarray
+) -> RoundState:
+    """Writes new rows into a batch, each into the group of rows that its device holds.
 
     Args:
-        state: of D groups of S rows each; donated.
+        mesh: with D devices along `data`; D is 1 without one.
+        state: of D groups of S consecutive rows; donated.
         fresh: of D rows, one for each group, with the same capacity.
         slots: `[D]` int32, where in its group a row goes, 0..S-1; nowhere if negative.
     """
-    num_groups = len(slots)
-    group_size = len(state.length) // num_groups
-    targets = jnp.where(slots < 0, group_size, slots)  # out of bounds is dropped
 
-    def write(group: jax.Array, row: jax.Array, target: jax.Array) -> jax.Array:
-        return group.at[target].set(row, mode="drop")
+    def write(state: RoundState, fresh: RoundState, slots: jax.Array) -> RoundState:
+        # Out of bounds is dropped.
+        slot = jnp.where(slots[0] < 0, len(state.length), slots[0])
 
-    def update(old: jax.Array, new: jax.Array, is_per_row: bool) -> jax.Array:
-        if not is_per_row:
-            return old
-        grouped = old.reshape(num_groups, group_size, *old.shape[1:])
-        return jax.vmap(write)(grouped, new, targets).reshape(old.shape)
+        def update(old: jax.Array, new: jax.Array, is_per_row: bool) -> jax.Array:
+            return old.at[slot].set(new[0], mode="drop") if is_per_row else old
 
-    return jax.tree.map(update, state, fresh, per_row(state))
+        return jax.tree.map(update, state, fresh, per_row(state))
+
+    specs = row_specs(state)
+    return per_device(write, mesh, (specs, specs, BY_ROW), specs)(state, fresh, slots)

@@ -9,6 +9,7 @@ from typing import Any
 import flax.struct
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jlookahead.attention import PREFIX_CHUNK
@@ -19,6 +20,7 @@ from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.processors import Processor, on_device
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import Sampler
+from jlookahead.sharding import DATA, mesh_of, put
 from jlookahead.state import CACHE_FULL, LENGTH
 from jlookahead.stopping import StopStrings, compile_stop_strings
 from jlookahead.strategy import Strategy
@@ -55,6 +57,8 @@ class Call:
     num_slots: int
     want_logprobs: bool
     is_batch: bool
+    mesh: Mesh | None
+    refeeds: bool
     arrays: CallArrays
 
 
@@ -82,6 +86,12 @@ def prepare(
     for token in cfg.eos_token_ids:
         if token >= model.vocab_size:
             raise ValueError(f"eos_token_ids: got {token}, allowed are 0 to {model.vocab_size - 1}")
+    mesh = mesh_of(params)
+    if mesh is not None and len(rows) % mesh.shape[DATA]:
+        raise ValueError(
+            f"prompt: got {len(rows)} rows, must be a multiple of {mesh.shape[DATA]}, the devices "
+            f"of the mesh along {DATA!r}"
+        )
     lengths = [len(row) for row in rows]
     limits, reasons = limits_of(lengths, cfg, model.max_position_embeddings)
 
@@ -97,6 +107,20 @@ def prepare(
     num_eos = len(cfg.eos_token_ids)
     eos_ids = np.full(max(1, -(-num_eos // _EOS_SLOTS)) * _EOS_SLOTS, -1, np.int32)
     eos_ids[:num_eos] = cfg.eos_token_ids
+    arrays = CallArrays(
+        prompt=_int32(padded),
+        prompt_len=_int32(lengths),
+        num_reused=_int32(num_reused),
+        limit=_int32(limits),
+        limit_reason=_int32(reasons),
+        eos_ids=_int32(eos_ids),
+        pad_id=_int32(cfg.pad_token_id),
+        sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
+        processors=on_device(
+            cfg.processors, cfg.min_new_tokens, eos_ids, model.vocab_size, padded.shape
+        ),
+        stop=compile_stop_strings(cfg.stop_strings, tokenizer, model.vocab_size, len(rows)),
+    )
     return Call(
         model=model,
         strategy=cfg.strategy,
@@ -104,20 +128,9 @@ def prepare(
         num_slots=num_slots,
         want_logprobs=cfg.logprobs,
         is_batch=is_batch,
-        arrays=CallArrays(
-            prompt=_int32(padded),
-            prompt_len=_int32(lengths),
-            num_reused=_int32(num_reused),
-            limit=_int32(limits),
-            limit_reason=_int32(reasons),
-            eos_ids=_int32(eos_ids),
-            pad_id=_int32(cfg.pad_token_id),
-            sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
-            processors=on_device(
-                cfg.processors, cfg.min_new_tokens, eos_ids, model.vocab_size, padded.shape
-            ),
-            stop=compile_stop_strings(cfg.stop_strings, tokenizer, model.vocab_size, len(rows)),
-        ),
+        mesh=mesh,
+        refeeds=cfg.publish == "refeed",
+        arrays=arrays if mesh is None else put(arrays, mesh),
     )
 
 

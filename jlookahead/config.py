@@ -71,6 +71,8 @@ class Config:
         cache_len: tokens that a row may have, prompt included; None = what the call needs.
             A row that reaches it stops with finish reason `cache_full`. It is reserved
             whole: calls with one `cache_len` share one decoding program.
+        publish: where devices share a round, how they come by the K/V of what was accepted:
+            `broadcast` sends them, `refeed` computes them with the next round.
     """
 
     model: ModelConfig | None = None
@@ -84,6 +86,7 @@ class Config:
     logprobs: bool = False
     pad_token_id: int = 0
     cache_len: int | None = None
+    publish: str = "broadcast"
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 0)
@@ -109,6 +112,7 @@ class Config:
         except TypeError as error:
             message = f"processors: got {self.processors!r}, must be hashable: {error}"
             raise ValueError(message) from None
+        check_choice("publish", self.publish, ("broadcast", "refeed"))
         if self.cache_len is not None:
             check_int("cache_len", self.cache_len, 1)
         parts = ("layout", "num_successors", "start", "propose", "read", "observe")

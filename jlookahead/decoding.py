@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from jlookahead.call import Call, CallArrays, check_initial_window, prepare
 from jlookahead.config import Config
@@ -23,6 +24,16 @@ from jlookahead.model import KVCache, Params, TargetModel
 from jlookahead.ngram_pool import NgramPool
 from jlookahead.prompts import Prompt
 from jlookahead.rounds import decode_round, propose, round_of_size, size_index
+from jlookahead.sharding import (
+    BY_ROW,
+    SHARED,
+    largest_anywhere,
+    num_sharing,
+    per_device,
+    replicate,
+    row_specs,
+    split_heads,
+)
 from jlookahead.state import (
     FINISH_REASONS,
     RUNNING,
@@ -92,7 +103,7 @@ def generate(
     call = prepare(params, prompt, cfg, tokenizer, row_ids, model)
     state = start(call, params)
     unlimited = jax.device_put(NO_ROUND_LIMIT)
-    _, progress = run_rounds(call.model, call.strategy, params, state, unlimited)
+    _, progress = run_rounds(call.model, call.strategy, call.mesh, params, state, unlimited)
     return collect(progress, call, cfg, tokenizer)
 
 
@@ -133,7 +144,7 @@ def _iter_rounds(
 ) -> Iterator[tuple[RoundState, RoundInfo]]:
     state = start(call, params, initial_window)
     while not bool(state.done.all()):
-        state, info = _run_one_round(call.model, call.strategy, params, state)
+        state, info = _run_one_round(call.model, call.strategy, call.mesh, params, state)
         yield state, info
 
 
@@ -161,8 +172,10 @@ def start(
     return _start(
         call.model,
         call.strategy,
+        call.mesh,
         call.prefill_chunk,
         call.want_logprobs,
+        call.refeeds,
         params,
         call.arrays,
         initial_window,
@@ -185,22 +198,46 @@ _grow = jax.jit(KVCache.grown, static_argnums=1)
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "strategy", "chunk", "want_logprobs"),
+    static_argnames=("model", "strategy", "mesh", "chunk", "want_logprobs", "refeeds"),
     donate_argnames=("carried",),
 )
 def _start(
     model: TargetModel,
     strategy: Strategy,
+    mesh: Mesh | None,
     chunk: int,
     want_logprobs: bool,
+    refeeds: bool,
     params: Params,
     arrays: CallArrays,
     initial_window: jax.Array | None,
     carried: Carried | None,
 ) -> RoundState:
     """Prefills the prompt without its last token and fills the proposer's memory."""
+    function = functools.partial(_start_rows, model, strategy, chunk, want_logprobs, refeeds)
+    specs = SHARED, row_specs(arrays), SHARED, BY_ROW
+    shared = {name: row_specs(getattr(arrays, name)) for name in ("sampler", "processors", "stop")}
+    fields = {field.name: BY_ROW for field in dataclasses.fields(RoundState)}
+    state_specs = RoundState(**fields | shared | {"eos_ids": SHARED, "pad_id": SHARED})
+    started = per_device(function, mesh, specs, state_specs)
+    return started(params, arrays, initial_window, carried)
+
+
+def _start_rows(
+    model: TargetModel,
+    strategy: Strategy,
+    chunk: int,
+    want_logprobs: bool,
+    refeeds: bool,
+    params: Params,
+    arrays: CallArrays,
+    initial_window: jax.Array | None,
+    carried: Carried | None,
+) -> RoundState:
+    """`_start` for the batch rows of one device."""
     batch, num_slots = arrays.prompt.shape
     cache = model.init_cache(batch, num_slots) if carried is None else carried.cache
+    cache = split_heads(cache)
     cache, successors = _prefill(model, params, arrays, chunk, cache, strategy.num_successors)
     is_done = arrays.prompt_len >= arrays.limit
     state = RoundState(
@@ -209,6 +246,7 @@ def _start(
         length=arrays.prompt_len,
         finish=jnp.where(is_done, arrays.limit_reason, RUNNING),
         cache=cache,
+        num_pending=jnp.zeros(batch, jnp.int32) if refeeds else None,
         logprobs=jnp.zeros((batch, num_slots), jnp.float32) if want_logprobs else None,
         window=None,
         pool=None if carried is None else carried.pool,
@@ -244,7 +282,7 @@ def _prefill(
     """
     batch, num_slots = arrays.prompt.shape
     causal = jnp.tri(chunk, dtype=bool)
-    end = arrays.prompt_len.max() - 1
+    end = largest_anywhere(arrays.prompt_len.max()) - 1
     head_chunk = min(chunk, _HEAD_CHUNK)
 
     def prefill_chunk(index: jax.Array, carry: tuple) -> tuple:
@@ -303,22 +341,43 @@ class _Loop:
     draft: Draft  # of the next round
 
 
-@functools.partial(jax.jit, static_argnames=("model", "strategy"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("model", "strategy", "mesh"), donate_argnames=("state",)
+)
 def run_rounds(
     model: TargetModel,
     strategy: Strategy,
+    mesh: Mesh | None,
     params: Params,
     state: RoundState,
     max_rounds: jax.Array,
 ) -> tuple[RoundState, Progress]:
-    """Runs rounds until every row is done, at most `max_rounds`; never talks to the host.
+    """Runs rounds until every row is done, at most `max_rounds`; never talks to the host."""
+    function = functools.partial(_run_rounds, model, strategy, num_sharing(mesh))
+    specs = row_specs(state)
+    state = per_device(function, mesh, (SHARED, specs, SHARED), specs)(params, state, max_rounds)
+    fields = (field.name for field in dataclasses.fields(Progress))
+    progress = Progress(**{name: getattr(state, name) for name in fields})
+    return state, replicate(progress, mesh)
+
+
+def _run_rounds(
+    model: TargetModel,
+    strategy: Strategy,
+    num_devices: int,
+    params: Params,
+    state: RoundState,
+    max_rounds: jax.Array,
+) -> RoundState:
+    """`run_rounds` for the batch rows of one device.
 
     Rounds of each size have a loop of their own inside the loop over all of them. In the branches
     of a conditional they would have to agree on the shape of what they write into the cache.
     """
 
     def is_running(carry: _Loop) -> jax.Array:
-        return (carry.num_rounds < max_rounds) & ~carry.state.done.all()
+        num_running = largest_anywhere((~carry.state.done).sum())
+        return (carry.num_rounds < max_rounds) & (num_running > 0)
 
     def run_size(carry: _Loop, index: int, num_drafts: int) -> _Loop:
         def is_of_size(carry: _Loop) -> jax.Array:
@@ -326,7 +385,9 @@ def run_rounds(
             return is_running(carry) & (needed == index)
 
         def run_round(carry: _Loop) -> _Loop:
-            state, _ = round_of_size(model, strategy, num_drafts, params, carry.state, carry.draft)
+            state, _ = round_of_size(
+                model, strategy, num_devices, num_drafts, params, carry.state, carry.draft
+            )
             return _Loop(carry.num_rounds + 1, state, propose(strategy, state))
 
         return lax.while_loop(is_of_size, run_round, carry)
@@ -337,12 +398,16 @@ def run_rounds(
         return carry
 
     start = _Loop(jnp.int32(0), state, propose(strategy, state))
-    state = lax.while_loop(is_running, run_sizes, start).state
-    fields = (field.name for field in dataclasses.fields(Progress))
-    return state, Progress(**{name: getattr(state, name) for name in fields})
+    return lax.while_loop(is_running, run_sizes, start).state
 
 
-_run_one_round = jax.jit(decode_round, static_argnames=("model", "strategy"))
+@functools.partial(jax.jit, static_argnames=("model", "strategy", "mesh"))
+def _run_one_round(
+    model: TargetModel, strategy: Strategy, mesh: Mesh | None, params: Params, state: RoundState
+) -> tuple[RoundState, RoundInfo]:
+    function = functools.partial(decode_round, model, strategy, num_sharing(mesh))
+    specs = row_specs(state)
+    return per_device(function, mesh, (SHARED, specs), (specs, BY_ROW))(params, state)
 
 
 def collect(progress: Progress, call: Call, cfg: Config, tokenizer: Any) -> Result:

@@ -68,7 +68,7 @@ class Jacobi:
             parents=jnp.broadcast_to(chain_parents(1, self.block), shape),
         )
 
-    def read(self, logits: jax.Array) -> jax.Array:
+    def read(self, logits: jax.Array, num_columns: int) -> jax.Array:
         """The next sweep `[B, 1 + m]`: what the target holds likeliest after every row."""
         return top_token(logits)
 

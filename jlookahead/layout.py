@@ -59,8 +59,10 @@ class Layout:
         num_jacobi: J.
         max_accepted: most draft tokens one round may accept, `M - 1`; at least the depth of
             any forest a proposer makes, unless it caps acceptance.
-        draft_sizes: numbers of leading draft rows that a round can compute, rising, the last
-            one R. A round takes the least that holds every valid draft.
+        chain_len: rows of the chains that make up the drafts, of which the first may be linked
+            into longer ones; 0 where the forest has another form.
+        smaller: layouts of rounds that compute the first draft rows alone and no window, by
+            rising number of drafts.
     """
 
     rows: np.ndarray
@@ -71,7 +73,17 @@ class Layout:
     num_drafts: int
     num_jacobi: int
     max_accepted: int
-    draft_sizes: tuple[int, ...]
+    chain_len: int
+    smaller: tuple[Layout, ...]
+
+    @property
+    def draft_sizes(self) -> tuple[int, ...]:
+        """Numbers of leading draft rows that a round can compute, rising, the last one R."""
+        return (*(layout.num_drafts for layout in self.smaller), self.num_drafts)
+
+    def of_size(self, num_drafts: int) -> Layout:
+        """The layout of a round with one of `draft_sizes`."""
+        return next(x for x in (*self.smaller, self) if x.num_drafts == num_drafts)
 
     @property
     def num_rows(self) -> int:
@@ -88,7 +100,7 @@ class Layout:
         return self.max_accepted + 1
 
 
-def at_stage(table: np.ndarray, stage: jax.Array) -> jax.Array:
+def at_stage(table: np.ndarray | jax.Array, stage: jax.Array) -> jax.Array:
     """Selects a `[T, ...]` table at `stage [B]`: `[1, ...]` if T is 1, else `[B, ...]`."""
     return jnp.asarray(table) if len(table) == 1 else jnp.asarray(table)[stage]
 
@@ -122,6 +134,7 @@ def build_layout(
     max_accepted: int = 0,
     warm_up: bool = False,
     draft_sizes: tuple[int, ...] = (),
+    chain_len: int = 0,
 ) -> Layout:
     """Builds the tables.
 
@@ -133,7 +146,9 @@ def build_layout(
         warm_up: whether to build the official fill stages 0..N-2 instead of the steady one.
             At stage s, levels 0..s are filled and hold W+N-2-s columns each, the ordinary
             row standing in for column 0 of level 0.
-        draft_sizes: smaller numbers of draft rows that a round may compute, rising.
+        draft_sizes: smaller numbers of draft rows that a round may compute, without the window,
+            rising.
+        chain_len: rows of a chain, if the drafts are chains.
     """
     last = ngram - 2
     stages = range(last + 1) if warm_up else [last]
@@ -179,8 +194,24 @@ def build_layout(
         num_drafts=num_drafts,
         num_jacobi=num_jacobi,
         max_accepted=max_accepted,
-        draft_sizes=(*draft_sizes, num_drafts),
+        chain_len=chain_len,
+        smaller=tuple(
+            build_layout(num_drafts=size, max_accepted=max_accepted) for size in draft_sizes
+        ),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def with_smaller_rounds(layout: Layout, draft_sizes: tuple[int, ...], max_accepted: int) -> Layout:
+    """The layout with smaller rounds beside it that have another source of drafts.
+
+    Args:
+        layout: of the largest rounds.
+        draft_sizes: as `build_layout` takes them.
+        max_accepted: most drafts that a round of any size may accept.
+    """
+    smaller = tuple(build_layout(num_drafts=n, max_accepted=max_accepted) for n in draft_sizes)
+    return dataclasses.replace(layout, max_accepted=max_accepted, smaller=smaller)
 
 
 def _visibility(rows: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from jlookahead.suffix_match import (
     draft_length,
     find_matches,
 )
-from jlookahead.vocabulary import top_token
+from jlookahead.vocabulary import NO_TOKEN, top_token
 from jlookahead.window import Window, advance, spread_over_prompt, trajectory_ngrams
 
 # Prompt n-grams inserted at once; the insertion compares all pairs of them.
@@ -87,6 +87,7 @@ class Lookahead:
             num_drafts=self.candidates * size,
             max_accepted=longest - 1 if self.reference else longest,
             warm_up=self.reference,
+            chain_len=size,
         )
 
     @property
@@ -195,29 +196,36 @@ class Lookahead:
         exists = exists[:, 0] & (jnp.arange(num_rows) < size * num_linked[:, None])
         return tokens[:, 0], exists, num_linked
 
-    def read(self, logits: jax.Array) -> jax.Array:
-        """The window's new deepest level `[B, J]`."""
-        deepest = logits[:, 1 + self.layout.num_drafts :]
-        return top_token(deepest)
+    def read(self, logits: jax.Array, num_columns: int) -> jax.Array | None:
+        """The window's new deepest level `[B, J]`; None in a round without the window."""
+        return top_token(logits[:, logits.shape[1] - num_columns :]) if num_columns else None
 
     def observe(
-        self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array
+        self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array | None
     ) -> RoundState:
         active = ~before.done
         trajectory, pool = _memory(before)
-        keys, suffixes, valid = trajectory_ngrams(
-            trajectory, before.last_token, reading, self.window
-        )
+        sources, max_emitted = [], draft.tokens.shape[1] + 1
+        if reading is not None:
+            max_emitted = self.layout.max_emitted
+            sources.append(trajectory_ngrams(trajectory, before.last_token, reading, self.window))
+            trajectory = advance(trajectory, reading, active)
         if self.prompt_pool:
-            emitted = before.length[:, None] + jnp.arange(self.layout.max_emitted)
-            text = self._text_ngrams(after, emitted, _length_without_eos(after))
-            parts = zip((keys, suffixes, valid), text, strict=True)
-            keys, suffixes, valid = (jnp.concatenate(pair, axis=1) for pair in parts)
-        return dataclasses.replace(
-            after,
-            window=advance(trajectory, reading, active),
-            pool=ngram_pool.insert(pool, keys, suffixes, valid & active[:, None]),
-        )
+            emitted = before.length[:, None] + jnp.arange(max_emitted)
+            sources.append(self._text_ngrams(after, emitted, _length_without_eos(after)))
+        if sources:
+            keys, suffixes, valid = (
+                jnp.concatenate(parts, axis=1) for parts in zip(*sources, strict=True)
+            )
+            pool = ngram_pool.insert(pool, keys, suffixes, valid & active[:, None])
+        return dataclasses.replace(after, window=trajectory, pool=pool)
+
+    def next_tokens(self, state: RoundState) -> jax.Array:
+        """What the memory holds for the next token `[B, G]`, NO_TOKEN where it knows fewer."""
+        _, pool = _memory(state)
+        suffixes, count = ngram_pool.find(pool, state.last_token)
+        is_filled = jnp.arange(self.candidates) < count[:, None]
+        return jnp.where(is_filled, suffixes[..., 0], NO_TOKEN)
 
 
 def _memory(state: RoundState) -> tuple[Window, ngram_pool.NgramPool]:

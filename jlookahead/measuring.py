@@ -123,7 +123,7 @@ def time_by_phase(
     call = prepare(lm.params, prompt, cfg, lm.tokenizer)
     state = jax.block_until_ready(start(call, lm.params))
     rounds = np.int32(_PROFILED_ROUNDS)
-    loop = run_rounds.lower(call.model, strategy, lm.params, state, rounds).compile()
+    loop = run_rounds.lower(call.model, strategy, call.mesh, lm.params, state, rounds).compile()
     phase_of = _phases(loop.as_text() or "")
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0

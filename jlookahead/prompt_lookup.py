@@ -47,7 +47,9 @@ class PromptLookup:
     @property
     def layout(self) -> Layout:
         size = self.num_draft_tokens
-        return build_layout(num_drafts=self.candidates * size, max_accepted=size, draft_sizes=(0,))
+        return build_layout(
+            num_drafts=self.candidates * size, max_accepted=size, draft_sizes=(0,), chain_len=size
+        )
 
     @property
     def num_successors(self) -> int:
@@ -72,7 +74,7 @@ class PromptLookup:
             parents=jnp.broadcast_to(parents, (batch, len(parents))),
         )
 
-    def read(self, logits: jax.Array) -> None:
+    def read(self, logits: jax.Array, num_columns: int) -> None:
         return None
 
     def observe(

@@ -137,32 +137,40 @@ class Recycling:
             tokens = jnp.concatenate([tokens[:, :1], grown], axis=1)
         return tokens[:, 1:], parents
 
-    def read(self, logits: jax.Array) -> jax.Array:
+    def read(self, logits: jax.Array, num_columns: int) -> jax.Array:
         """The likeliest successors `[B, Q, K]`: of the ordinary row, drafts and columns."""
         return top_tokens(logits, self.num_successors)
 
     def observe(
         self, before: RoundState, after: RoundState, draft: Draft, reading: jax.Array
     ) -> RoundState:
-        """Records the successors of every computed row, and moves the window on.
+        """Records the successors of every computed row, and moves a computed window on.
 
         Of several rows with one token the shallowest draft counts, the window's rows last.
         """
         table, window = _memory(before)
-        active = ~before.done
-        columns = window.tokens[:, 0].at[:, 0].set(before.last_token)
+        active, num_drafts = ~before.done, draft.tokens.shape[1]
+        num_rows = reading.shape[1]
+        num_columns = num_rows - 1 - num_drafts  # 0 in a round without the window
+        columns = window.tokens[:, 0].at[:, 0].set(before.last_token)[:, :num_columns]
         tokens = jnp.concatenate([before.last_token[:, None], draft.tokens, columns], axis=1)
         depth = ancestry(draft.parents).sum(axis=2, dtype=jnp.int32)
         depth = jnp.pad(depth, ((0, 0), (1, 0)))
-        depth = jnp.pad(depth, ((0, 0), (0, self.num_columns)), constant_values=self.num_drafts + 1)
-        num_rows = tokens.shape[1]
+        depth = jnp.pad(depth, ((0, 0), (0, num_columns)), constant_values=num_drafts + 1)
         priority = (num_rows - depth) * num_rows + num_rows - 1 - jnp.arange(num_rows)
-        valid = jnp.pad(draft.valid, ((0, 0), (1, self.num_columns)), constant_values=True)
+        valid = jnp.pad(draft.valid, ((0, 0), (1, num_columns)), constant_values=True)
+        if num_columns:
+            window = advance(window, reading[:, 1 + num_drafts :, 0], active)
         return dataclasses.replace(
             after,
             successors=record(table, tokens, reading, priority, valid & active[:, None]),
-            window=advance(window, reading[:, 1 + self.num_drafts :, 0], active),
+            window=window,
         )
+
+    def next_tokens(self, state: RoundState) -> jax.Array:
+        """What the memory holds for the next token `[B, K]`, NO_TOKEN where it knows fewer."""
+        table, _ = _memory(state)
+        return table[jnp.arange(len(table)), state.last_token]
 
 
 def _memory(state: RoundState) -> tuple[jax.Array, Window]:

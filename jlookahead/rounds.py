@@ -10,14 +10,16 @@ import dataclasses
 import functools
 
 import chex
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jlookahead.buffers import write_rows
-from jlookahead.layout import Layout, at_stage, place
+from jlookahead.division import broadcast, divide, exchange, own_drafts, take
+from jlookahead.layout import Layout
 from jlookahead.model import KVCache, KVRows, Params, TargetModel
+from jlookahead.packing import PackedRows, append_refed, pack, refed_path
+from jlookahead.sharding import largest_anywhere
 from jlookahead.state import EOS, PLAIN, RUNNING, STOP, Draft, RoundInfo, RoundState
 from jlookahead.strategy import Strategy
 from jlookahead.target import choose
@@ -25,18 +27,18 @@ from jlookahead.verify import Verdict, verify
 
 
 def decode_round(
-    model: TargetModel, strategy: Strategy, params: Params, state: RoundState
+    model: TargetModel, strategy: Strategy, num_devices: int, params: Params, state: RoundState
 ) -> tuple[RoundState, RoundInfo]:
     """Runs one round: one forward pass, at least one token for every row not yet done.
 
     Args:
-        model, strategy: static.
+        model, strategy, num_devices: static; the devices that share a round, 1 without a mesh.
         params: of the model.
         state: read-only; rows that are done pass through unchanged.
     """
     layout, draft = strategy.layout, propose(strategy, state)
     rounds = [
-        functools.partial(round_of_size, model, strategy, size, params)
+        functools.partial(round_of_size, model, strategy, num_devices, size, params)
         for size in layout.draft_sizes
     ]
     return lax.switch(size_index(layout, state, draft), rounds, state, draft)
@@ -52,25 +54,33 @@ def propose(strategy: Strategy, state: RoundState) -> Draft:
 
 
 def size_index(layout: Layout, state: RoundState, draft: Draft) -> jax.Array:
-    """Which of `layout.draft_sizes` is the least that holds every valid draft."""
-    last_valid = jnp.max(jnp.arange(1, layout.num_drafts + 1) * draft.valid, axis=1, initial=0)
-    num_needed = jnp.where(state.done, 0, last_valid).max()
+    """Which of `layout.draft_sizes` is the least that holds every row that is to be computed."""
+    used = draft.valid if draft.wanted is None else draft.valid | draft.wanted
+    last_used = jnp.max(jnp.arange(1, layout.num_drafts + 1) * used, axis=1, initial=0)
+    num_needed = largest_anywhere(jnp.where(state.done, 0, last_used).max())
     return jnp.searchsorted(jnp.array(layout.draft_sizes), num_needed)
 
 
 def round_of_size(
     model: TargetModel,
     strategy: Strategy,
+    num_devices: int,
     num_drafts: int,
     params: Params,
     state: RoundState,
     draft: Draft,
 ) -> tuple[RoundState, RoundInfo]:
     """The rest of a round, of which the first `num_drafts` draft rows are computed."""
-    layout = strategy.layout
-    with jax.named_scope("pack"):
-        rows = pack(layout, state, draft, num_drafts)
+    layout = strategy.layout.of_size(num_drafts)
+    division = divide(layout, num_devices)
+    num_columns = layout.num_jacobi if division is None else division.num_columns
     kept = jax.tree.map(lambda of_drafts: of_drafts[:, :num_drafts], draft)
+    with jax.named_scope("pack"):
+        rows = pack(layout, state, kept)
+        if division is not None:
+            rows = take(division, rows, state.stage)
+        if state.num_pending is not None:
+            rows = append_refed(rows, state, layout.max_accepted)
     with jax.named_scope("forward"):
         logits, new_kv = compute(model, params, state, rows)
     with jax.named_scope("verify"):
@@ -80,45 +90,21 @@ def round_of_size(
             layout,
             functools.partial(choose, state, kept),
             want_logprobs=state.logprobs is not None,
+            own=None if division is None else own_drafts(division),
         )
+        reading = strategy.read(logits, num_columns)
     with jax.named_scope("publish"):
+        if division is not None:
+            verdict, reading, is_winner = exchange(division, verdict, reading, state.stage)
+        if state.num_pending is not None:
+            path = refed_path(rows, state, layout.max_accepted)
+            verdict = dataclasses.replace(verdict, path=path)
+        elif division is not None:
+            verdict, new_kv = broadcast(verdict, new_kv, is_winner)
         after, num_emitted = publish(state, verdict, new_kv)
     with jax.named_scope("observe"):
-        after = strategy.observe(state, after, draft, strategy.read(logits))
+        after = strategy.observe(state, after, kept, reading)
     return after, _report(state, draft, verdict, num_emitted)
-
-
-@flax.struct.dataclass
-class PackedRows:
-    """What the network is fed: Q rows, of which the logits of L are wanted."""
-
-    tokens: jax.Array  # [B, Q] int32
-    positions: jax.Array  # [B, Q] int32
-    mask: jax.Array  # [B, Q, Q] bool, True = attends
-    logit_rows: jax.Array  # [B, L] int32
-
-
-def pack(layout: Layout, state: RoundState, draft: Draft, num_drafts: int) -> PackedRows:
-    """Lays last token, window and the first drafts out as query rows."""
-    batch = state.tokens.shape[0]
-    parts = [state.last_token[:, None], draft.tokens]
-    if state.window is not None:
-        parts.insert(1, state.window.tokens.reshape(batch, -1))
-    source = at_stage(layout.source, state.stage)
-    logit_rows = at_stage(layout.logit_rows, state.stage)
-    offsets, mask = place(layout, state.stage, draft.parents)
-    # Drafts are the last rows, and behind the ordinary row the first whose logits are wanted.
-    left_out = layout.num_drafts - num_drafts
-    used = slice(layout.num_rows - left_out)
-    first, last = 1 + num_drafts, 1 + layout.num_drafts
-    wanted = jnp.concatenate([logit_rows[:, :first], logit_rows[:, last:]], axis=1)
-    tokens = jnp.take_along_axis(jnp.concatenate(parts, axis=1), source, axis=1)
-    return PackedRows(
-        tokens=tokens[:, used],
-        positions=(state.length[:, None] - 1 + offsets)[:, used],
-        mask=mask[:, used, used],
-        logit_rows=jnp.broadcast_to(wanted, (batch, wanted.shape[1])),
-    )
 
 
 def compute(
@@ -126,7 +112,7 @@ def compute(
 ) -> tuple[jax.Array, KVRows]:
     """Forward pass: logits `[B, L, V]` of the wanted rows, and new K/V of all rows."""
     hidden, new_kv = model.forward(
-        params, rows.tokens, rows.positions, rows.mask, state.cache, state.length - 1
+        params, rows.tokens, rows.positions, rows.mask, state.cache, state.num_committed
     )
     wanted = jnp.take_along_axis(hidden, rows.logit_rows[..., None], axis=1)
     logits = model.logits(params, wanted)
@@ -165,7 +151,10 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
     # after the logits also lets XLA:CPU order the write after every read of the cache, and
     # so do it in place; it copies the whole cache otherwise.
     slack = state.tokens.shape[1] - max_emitted
-    frontier = jnp.where(num_emitted > 0, state.length - 1, slack)
+    frontier = jnp.where(num_emitted > 0, state.num_committed, slack)
+    num_pending = state.num_pending
+    if num_pending is not None:  # what was pending is committed, the new drafts are not
+        num_pending = jnp.where(num_emitted > 0, num_emitted - 1, num_pending)
 
     def written(buffer: jax.Array, block: jax.Array, padding: jax.Array | int) -> jax.Array:
         return write_rows(buffer, jnp.where(kept, block, padding), state.length)
@@ -180,6 +169,7 @@ def publish(state: RoundState, verdict: Verdict, new_kv: KVRows) -> tuple[RoundS
         length=length,
         finish=jnp.where(state.done, state.finish, reason).astype(jnp.int32),
         cache=commit(state.cache, new_kv, verdict.path, frontier),
+        num_pending=num_pending,
         stop=None if stop is None else stop.after(num_emitted),
         num_rounds=state.num_rounds + ~state.done,
     )

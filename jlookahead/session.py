@@ -122,11 +122,11 @@ class Session:
         if self._state is None:
             return 0
         try:
-            tokens, length = jax.device_get((self._state.tokens, self._state.length))
+            tokens, committed = jax.device_get((self._state.tokens, self._state.num_committed))
         except jax.errors.JaxRuntimeError:  # the device failed in the last call
             self._state = None
             return 0
-        size = min(int(length[0]), len(ids)) - 1
+        size = min(int(committed[0]), len(ids) - 1)
         differs = tokens[0, :size] != ids[:size]
         return int(np.argmax(differs)) if differs.any() else size
 
@@ -134,6 +134,6 @@ class Session:
         state, self._state = self._state, None
         assert state is not None, "a call that fails is not run on"
         self._state, progress = run_rounds(
-            call.model, call.strategy, self._params, state, max_rounds
+            call.model, call.strategy, call.mesh, self._params, state, max_rounds
         )
         return progress

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -51,7 +48,8 @@ class RoundState:
     """Everything a generation carries from round to round, per batch row where it can differ.
 
     After every round `length - 1` tokens have committed K/V: the last one is the ordinary
-    row of the next round. Shapes: B batch rows, T token and cache slots.
+    row of the next round. Where devices refeed what they accepted, the tokens accepted last have
+    none yet. Shapes: B batch rows, T token and cache slots.
     """
 
     # evolving
@@ -60,6 +58,7 @@ class RoundState:
     length: jax.Array  # [B] int32, tokens committed, prompt included
     finish: jax.Array  # [B] int32, finish code
     cache: KVCache
+    num_pending: jax.Array | None  # [B] int32, accepted tokens to be refed; None if K/V are kept
     logprobs: jax.Array | None  # [B, T] float32, of every emitted token; None if not wanted
     # memory of the proposer; None where the strategy has none
     window: Window | None
@@ -85,6 +84,11 @@ class RoundState:
         return self.finish != RUNNING
 
     @property
+    def num_committed(self) -> jax.Array:
+        """`[B]` int32, tokens with committed K/V."""
+        return self.length - 1 - (0 if self.num_pending is None else self.num_pending)
+
+    @property
     def last_token(self) -> jax.Array:
         """`[B]` int32, the ordinary row's token."""
         return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]
@@ -93,31 +97,6 @@ class RoundState:
     def stage(self) -> jax.Array:
         """`[B]` int32, fill stage of the window; 0 without one."""
         return jnp.zeros_like(self.length) if self.window is None else self.window.stage
-
-
-def per_row(state: RoundState) -> RoundState:
-    """Which leaves of a state hold one entry for each batch row, on axis 0; the other ones serve
-    all rows of a call.
-
-    Args:
-        state: of arrays or of their shapes.
-
-    Returns:
-        a state of the same structure whose leaves are bools.
-    """
-
-    def all_are(part: Any, answer: bool) -> Any:
-        return jax.tree.map(lambda _: answer, part)
-
-    sampler, stop = all_are(state.sampler, False), all_are(state.stop, False)
-    return dataclasses.replace(
-        all_are(state, True),
-        eos_ids=False,
-        pad_id=False,
-        sampler=sampler and dataclasses.replace(sampler, row_ids=True),
-        processors=all_are(state.processors, False),
-        stop=stop and dataclasses.replace(stop, state=True),
-    )
 
 
 @flax.struct.dataclass
@@ -138,6 +117,8 @@ class Draft:
     valid: jax.Array  # [B, R] bool
     source: jax.Array  # [B, R] int8, source code
     parents: jax.Array  # [B, R] int32, the draft before, -1 for children of the ordinary row
+    # [B, R] bool, rows that the round computes, valid or not; None where those are the valid ones
+    wanted: jax.Array | None = None
 
 
 @flax.struct.dataclass

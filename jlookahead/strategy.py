@@ -40,11 +40,16 @@ class Strategy(Protocol):
         """Fills the layout's forest with draft tokens."""
         ...
 
-    def read(self, logits: jax.Array) -> Any:
-        """What `observe` needs of a round's logits `[B, 1 + r + J, V]`: those of the ordinary row,
-        of the r draft rows that were computed, and of the window's deepest level.
+    def read(self, logits: jax.Array, num_columns: int) -> Any:
+        """What `observe` needs of a round's logits, anything or None.
 
-        Anything, or None.
+        Args:
+            logits: `[B, 1 + r + num_columns, V]`: of the ordinary row, of the r draft rows that
+                were computed, and of the window's deepest level.
+            num_columns: columns of the window that were computed: all of them, 0 in a round that
+                left the window out, or this device's part where the layout has chains
+                (`chain_len`). Of such a part a token per column must be read, `[B, num_columns]`
+                int32, or nothing.
         """
         ...
 
@@ -56,7 +61,7 @@ class Strategy(Protocol):
         Args:
             before: the state the round started from.
             after: the same with the round's tokens published.
-            draft: what was verified.
+            draft: what was verified, `[B, r]`.
             reading: what `read` made of the round's logits.
 
         Returns:
@@ -89,7 +94,7 @@ class Autoregressive:
             parents=none,
         )
 
-    def read(self, logits: jax.Array) -> None:
+    def read(self, logits: jax.Array, num_columns: int) -> None:
         return None
 
     def observe(

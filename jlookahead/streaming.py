@@ -67,7 +67,9 @@ def stream(
     def dispatch(max_rounds: jax.Array) -> Progress:
         nonlocal state
         state = start(call, params) if state is None else state
-        state, progress = run_rounds(call.model, call.strategy, params, state, max_rounds)
+        state, progress = run_rounds(
+            call.model, call.strategy, call.mesh, params, state, max_rounds
+        )
         return progress
 
     return stream_rounds(dispatch, call, cfg, tokenizer)

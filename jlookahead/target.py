@@ -7,6 +7,7 @@ import jax
 from jlookahead.buffers import write_rows
 from jlookahead.processors import Context, process
 from jlookahead.sampling import select
+from jlookahead.sharding import gather_vocabulary
 from jlookahead.state import Draft, RoundState
 
 
@@ -34,6 +35,8 @@ def choose(
     Returns:
         `[B]` int32.
     """
+    if state.sampler is not None:
+        logits = gather_vocabulary(logits)
     if state.processors:
         tokens = write_rows(state.tokens, emitted, state.length)
         context = Context(tokens, state.length + depth, state.prompt_len)

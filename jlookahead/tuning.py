@@ -21,15 +21,31 @@ import jax.numpy as jnp
 
 from jlookahead.auto import Auto
 from jlookahead.files import written_whole
+from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.model_config import ModelConfig
+from jlookahead.recycling import Recycling
 from jlookahead.vocabulary import top_token
 
-# Rows of the rounds of `Auto`: each number is one more program, and long drafts pay where many
-# rows cost little.
+Costs = tuple[tuple[int, float], ...]  # pairs of rows and the time of a round
+
+# Rows of the rounds of prompt lookup: each number is one more program, and long drafts pay where
+# many rows cost little.
 _STEEP, _FLAT = (1, 4, 16), (1, 8, 32)
 _FLAT_COST = 2.0  # of 32 rows, at most
+# Up to this cost of 32 rows it pays to draft without a match, from everything.
+_WIDE_COST = 1.5
+# Tokens per round on SmolLM2, pooled over 62 prompts; benchmarks/results has them by category.
+TOKENS_PER_ROUND: dict[Lookahead | Recycling, float] = {
+    Lookahead(4, 5, 4): 2.0,
+    Lookahead(7, 5, 7): 2.26,
+    Lookahead(15, 5, 15): 2.4,
+    Recycling(32): 2.58,
+    Recycling(56): 2.83,
+    Recycling(120): 3.0,
+}
 _ROWS = tuple(sorted({*_STEEP, *_FLAT}))
+_MANY_ROWS = (56, 120)
 _CONTEXT = 256
 # A sample is a run of passes in one program, long against the clock and the hand-over.
 _PASSES, _SAMPLES = 4, 7
@@ -58,21 +74,43 @@ def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
     kept = None if refresh else _read(_file_of(model))
     if kept is not None:
         return kept
-    return keep_costs(model, measure_costs(model, params))
+    costs = measure_costs(model, params)
+    if dict(costs)[_ROWS[-1]] <= _WIDE_COST:
+        costs += measure_costs(model, params, _MANY_ROWS)
+    return keep_costs(model, costs)
 
 
-def keep_costs(model: LlamaModel, costs: tuple[tuple[int, float], ...]) -> Auto:
-    """`Auto` with those of the costs that it goes by; later calls of `tune` read them."""
-    chosen = _FLAT if dict(costs)[_FLAT[-1]] <= _FLAT_COST else _STEEP
-    strategy = Auto(tuple((rows, cost) for rows, cost in costs if rows in chosen))
+def keep_costs(model: LlamaModel, costs: Costs) -> Auto:
+    """The `Auto` that suits the costs; later calls of `tune` read them."""
     file = _file_of(model)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as stream:
-            stream.write(json.dumps(strategy.costs))
+            stream.write(json.dumps(costs))
     except OSError as error:
         warnings.warn(f"tune: costs are measured anew each time, {error}", stacklevel=3)
-    return strategy
+    return suit(costs)
+
+
+def suit(costs: Costs) -> Auto:
+    """The `Auto` with the rounds that pay by their costs, of 1, 4, 8, 16, 32 rows at least."""
+    cost_of = dict(costs)
+
+    def auto(rows: tuple[int, ...], wide: Lookahead | Recycling | None = None) -> Auto:
+        return Auto(tuple((num, cost_of[num]) for num in rows), wide)
+
+    if cost_of[_FLAT[-1]] > _FLAT_COST:
+        return auto(_STEEP)
+    if cost_of[_FLAT[-1]] > _WIDE_COST:
+        return auto(_FLAT)
+    rates = {
+        strategy: tokens / cost_of[strategy.layout.num_rows]
+        for strategy, tokens in TOKENS_PER_ROUND.items()
+        if strategy.layout.num_rows in cost_of
+    }
+    wide = max(rates, key=lambda strategy: rates[strategy])
+    lookups = [rows for rows in _FLAT if rows <= wide.layout.num_drafts]
+    return auto((*lookups, wide.layout.num_rows), wide)
 
 
 def _file_of(model: LlamaModel) -> Path:
@@ -82,14 +120,13 @@ def _file_of(model: LlamaModel) -> Path:
 def _read(file: Path) -> Auto | None:
     """What an earlier call kept; None if nothing is there, or nothing that makes sense."""
     try:
-        return Auto(tuple(tuple(pair) for pair in json.loads(file.read_text())))
-    except (OSError, ValueError, TypeError, RecursionError):
+        costs = tuple(tuple(pair) for pair in json.loads(file.read_text()))
+        return suit(Auto(costs).costs)  # which checks them
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def measure_costs(
-    model: TargetModel, params: Params, rows: tuple[int, ...] = _ROWS
-) -> tuple[tuple[int, float], ...]:
+def measure_costs(model: TargetModel, params: Params, rows: tuple[int, ...] = _ROWS) -> Costs:
     """Pairs of rows and the time of their forward pass, that of one row being 1.
 
     Sizes take turns, so that what else the machine does hits all of them; the median over

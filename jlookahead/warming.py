@@ -60,5 +60,6 @@ def warmup(
             call, arrays=dataclasses.replace(call.arrays, prompt_len=ones, limit=ones)
         )
         unlimited = jax.device_put(NO_ROUND_LIMIT)
-        _, progress = run_rounds(call.model, call.strategy, params, start(call, params), unlimited)
+        state = start(call, params)
+        _, progress = run_rounds(call.model, call.strategy, call.mesh, params, state, unlimited)
         jax.block_until_ready(progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 
@@ -13,6 +14,7 @@ from models import TINY, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead import decoding
+from jlookahead import model as network
 from jlookahead.buffers import _MAX_UNROLLED
 from jlookahead.call import prepare
 from jlookahead.decoding import run_rounds, start
@@ -41,7 +43,7 @@ def compile_round_loop(strategy, prompts, max_new_tokens=1000):
     cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=max_new_tokens)
     call = prepare(params, prompts, cfg)
     state = start(call, params)
-    args = (call.model, strategy, params, state, np.int32(1))
+    args = (call.model, strategy, None, params, state, np.int32(1))
     return run_rounds.lower(*args).compile(), state
 
 
@@ -115,6 +117,27 @@ def test_nothing_compiles_after_warm_up():
     assert run_rounds._cache_size() == loops + 2, "one program for greedy, one for sampled text"
 
 
+def test_a_layer_is_traced_once_for_all(monkeypatch):
+    """And leaves no call in the program, which would change what XLA fuses, and so sums."""
+    traced, attend = [], network.attend
+
+    def counted(*args):
+        traced.append(args)
+        return attend(*args)
+
+    monkeypatch.setattr(network, "attend", counted)
+    model = jl.LlamaModel(dataclasses.replace(TINY, num_hidden_layers=5))
+    row = jax.ShapeDtypeStruct((1, 3), np.int32)
+    mask, length = jax.ShapeDtypeStruct((3, 3), bool), jax.ShapeDtypeStruct((1,), np.int32)
+    cache = jax.eval_shape(lambda: model.init_cache(1, 16))
+    args = model.abstract_params(), row, row, mask, cache, length
+    traced.clear()  # of the parameters' shapes
+    program = jax.make_jaxpr(model.forward)(*args)
+    assert len(traced) == 1
+    # Each layer's loop over the cache stands in the program itself.
+    assert sum(eqn.primitive.name == "while" for eqn in program.eqns) == 5
+
+
 def test_warm_up_refuses_what_calls_would_refuse():
     params, cfg = tiny_params(0), jl.Config(model=TINY)
     for lengths, words in (
@@ -137,7 +160,7 @@ def test_the_loop_never_talks_to_the_host(strategy, prompts):
         assert word not in text
     params, rounds = tiny_params(0), jax.device_put(np.int32(1000))
     with jax.transfer_guard("disallow"):
-        run_rounds(jl.LlamaModel(TINY), strategy, params, state, rounds)
+        run_rounds(jl.LlamaModel(TINY), strategy, None, params, state, rounds)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -203,8 +226,8 @@ def test_prefill_writes_the_cache_in_place():
         params = tiny_params(0)
         cfg = jl.Config(model=TINY, strategy=STRATEGIES[0], max_new_tokens=max_new_tokens)
         call = prepare(params, [[1, 2, 3]], cfg)
-        sizes = (call.prefill_chunk, call.want_logprobs)
-        args = (call.model, call.strategy, *sizes, params, call.arrays, None, None)
+        static = (call.mesh, call.prefill_chunk, call.want_logprobs, call.refeeds)
+        args = (call.model, call.strategy, *static, params, call.arrays, None, None)
         compiled = decoding._start.lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes, call.num_slots
 
@@ -218,7 +241,7 @@ def test_the_state_is_donated():
     cfg = jl.Config(model=TINY, strategy=STRATEGIES[1], max_new_tokens=20)
     call = prepare(params, [1, 2], cfg)
     state = start(call, params)
-    _, progress = run_rounds(call.model, call.strategy, params, state, np.int32(2))
+    _, progress = run_rounds(call.model, call.strategy, call.mesh, params, state, np.int32(2))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache, state.pool)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, progress)))
 

@@ -333,7 +333,7 @@ def test_a_round_does_not_change_its_input():
     cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=5)
     state, _ = next(iter(jl.iter_rounds(params, [4, 5], cfg)))
     before = jax.tree.map(np.array, state)
-    decode_round(model, strategy, params, state)
+    decode_round(model, strategy, 1, params, state)
     jax.tree.map(np.testing.assert_array_equal, before, state)
 
 

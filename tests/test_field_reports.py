@@ -83,7 +83,7 @@ def test_a_window_of_random_ids_changes_the_rounds_only():
     strategy = jl.Lookahead(6, 4, 3, prompt_pool=False, prompt_lookup=False)
     cfg = jl.Config(strategy=strategy, max_new_tokens=120, sampling=jl.Sampling(0.4, seed=2))
     rng = np.random.default_rng(0)
-    one_round = jax.jit(decode_round, static_argnames=("model", "strategy"))
+    one_round = jax.jit(decode_round, static_argnums=(0, 1, 2))
 
     def run(is_random: bool) -> tuple[list[int], int]:
         state = start(prepare(None, [1, 2, 3], cfg, model=PROBE), None)
@@ -91,7 +91,7 @@ def test_a_window_of_random_ids_changes_the_rounds_only():
             if is_random:
                 ids = rng.integers(0, 11, state.window.tokens.shape)
                 state = state.replace(window=Window(jnp.array(ids, "int32"), state.window.stage))
-            state, _ = one_round(PROBE, strategy, None, state)
+            state, _ = one_round(PROBE, strategy, 1, None, state)
         return state.tokens[0, 3 : int(state.length[0])].tolist(), int(state.num_rounds[0])
 
     (tokens, rounds), (junk_tokens, junk_rounds) = run(False), run(True)
@@ -159,7 +159,9 @@ def test_nothing_follows_an_end_inside_a_block(strategy):
             assert reasons[:-1] == [None] * len(expected[1:])
             assert not streamed or reasons[-1] == ("eos" if expected[-1] == eos else "length")
     call = prepare(CYCLE, LAP, dataclasses.replace(cfg, eos_token_ids=(3,)), model=NINE)
-    state, _ = run_rounds(NINE, strategy, CYCLE, start(call, CYCLE), jax.device_put(np.int32(9)))
+    state, _ = run_rounds(
+        NINE, strategy, None, CYCLE, start(call, CYCLE), jax.device_put(np.int32(9))
+    )
     assert state.num_rounds[0] == 1 and state.length[0] == 13
     assert state.tokens[0].tolist() == LAP + [1, 2, 3] + [0] * (state.tokens.shape[1] - 13)
 

@@ -41,7 +41,7 @@ def causal_program(config: jl.ModelConfig):
     def run(params, tokens):
         positions = jnp.broadcast_to(index, tokens.shape)
         none = jnp.zeros(len(tokens), jnp.int32)
-        cache = model.init_cache(len(tokens), 1)
+        cache = model.init_cache(len(tokens), 0)
         causal = index[:, None] >= index
         return model.logits(
             params, model.forward(params, tokens, positions, causal, cache, none)[0]
@@ -242,7 +242,7 @@ def packed_program(strategy: jl.Lookahead):
 
     def run(params, state):
         draft = strategy.propose(state)
-        rows = pack(strategy.layout, state, draft, strategy.layout.num_drafts)
+        rows = pack(strategy.layout, state, draft)
         logits, _ = compute(model, params, state, rows)
         return logits[0], draft
 

@@ -166,8 +166,8 @@ def test_the_next_prefill_writes_in_place():
         slots = before.tokens.shape[1]
         call = prepare(params, [1, 2, 4, 5], cfg, num_reused=2, min_slots=slots)
         carried = decoding.Carried(before.cache, before.pool, None)
-        sizes = call.prefill_chunk, call.want_logprobs
-        arguments = (call.model, strategy, *sizes, params, call.arrays, None, carried)
+        static = call.mesh, call.prefill_chunk, call.want_logprobs, call.refeeds
+        arguments = (call.model, strategy, *static, params, call.arrays, None, carried)
         return decoding._start.lower(*arguments).compile(), carried
 
     program, carried = compiled(1000)

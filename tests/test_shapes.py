@@ -12,7 +12,7 @@ import jlookahead as jl
 from jlookahead.call import prepare
 from jlookahead.decoding import start
 from jlookahead.rounds import decode_round
-from jlookahead.state import per_row
+from jlookahead.sharding import per_row
 
 STRATEGIES = [
     jl.Autoregressive(),
@@ -42,7 +42,7 @@ def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, sampling, promp
     call = prepare(params, prompts, cfg)
     state = start(call, params)
     after, info = jax.eval_shape(
-        lambda p, s: decode_round(call.model, strategy, p, s), params, state
+        lambda p, s: decode_round(call.model, strategy, 1, p, s), params, state
     )
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
     batch, layout = len(prompts), strategy.layout
@@ -89,7 +89,7 @@ def test_a_round_is_traced_once_for_all_prompts_of_a_bucket():
     chex.clear_trace_counter()
     strategy = jl.Lookahead(3, 3, 2)
     traced = chex.assert_max_traces(n=1)(
-        lambda params, state: decode_round(jl.LlamaModel(TINY), strategy, params, state)
+        lambda params, state: decode_round(jl.LlamaModel(TINY), strategy, 1, params, state)
     )
     one_round, params = jax.jit(traced), tiny_params(0)
     for prompt in ([1], [2, 3], [4] * 16):

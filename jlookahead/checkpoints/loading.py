@@ -16,7 +16,7 @@ from jlookahead.checkpoints.tokenizer import read_tokenizer
 from jlookahead.checks import check_choice
 from jlookahead.model_config import DTYPES
 from jlookahead.quantization import QUANTIZATIONS
-from jlookahead.sharding import check_mesh
+from jlookahead.sharding import complete_mesh
 
 # Files that are read of a checkpoint directory.
 _SUFFIXES = (".json", ".safetensors", ".model", ".jinja")
@@ -70,7 +70,7 @@ def load_with_progress(
 ) -> LoadedModel:
     """`load`, with `progress` wrapped around the names of what is read."""
     _check(dtype, quantize)
-    check_mesh(mesh)
+    mesh = None if mesh is None else complete_mesh(mesh)
     path = locate(path_or_id)
     if is_converted(path):
         return converted.read_converted(path, dtype, quantize, mesh, progress)

@@ -12,23 +12,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jlookahead import tuning
-from jlookahead.auto import LONGEST_MATCH, RIGHT_AT_FIRST, Auto
+from jlookahead import acceptance, tuning
+from jlookahead.acceptance import LONGEST_MATCH, RIGHT_AT_FIRST
+from jlookahead.auto import Auto
 from jlookahead.cli import options
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel
-from jlookahead.recycling import Recycling
 from jlookahead.strategy import Strategy
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_ROWS = (1, 2, 4, 8, 16, 32, 56, 120)
 _BAR = 40  # characters of the dearest round
-# Tokens per round on SmolLM2, pooled over 62 prompts; benchmarks/results has them by category.
-_TOKENS_PER_ROUND: dict[Strategy, float] = {
-    Lookahead(7, 5, 7): 2.26,
-    Recycling(16): 2.25,
-    Recycling(32): 2.58,
-    Recycling(56): 2.83,
-}
 # How often the longest match of the last tokens had 0, 1, 2, ... tokens, at any of the tokens that
 # SmolLM2 adds to the 50 suite prompts.
 _SHARE_OF_MATCH = np.array(
@@ -52,13 +45,16 @@ def tune(
         network = LlamaModel(lm.config)
         costs = tuning.measure_costs(network, lm.params, _ROWS)
         auto = tuning.keep_costs(network, costs)
-    rows, relative = np.array(costs).T
-    expected = {
-        strategy: tokens / float(np.interp(strategy.layout.num_rows, rows, relative))
-        for strategy, tokens in _TOKENS_PER_ROUND.items()
+    cost_of = dict(costs)
+    expected: dict[Strategy, float] = {
+        strategy: tokens / cost_of[strategy.layout.num_rows]
+        for strategy, tokens in tuning.TOKENS_PER_ROUND.items()
     }
-    sizes, expected[auto] = _policy_of(auto)
-    best = max(expected, key=lambda strategy: expected[strategy])
+    sizes, cautious = _policy_of(auto)
+    expected[auto] = cautious if auto.wide is None else max(cautious, expected[auto.wide])
+    best = max((auto, *expected), key=lambda strategy: expected[strategy])
+    windows = [strategy for strategy in expected if isinstance(strategy, Lookahead)]
+    window = max(windows, key=lambda strategy: expected[strategy])
     if as_json:
         print(
             json.dumps(
@@ -66,9 +62,11 @@ def tune(
                     "model": model or "bundled",
                     "costs": costs,
                     "auto_costs": auto.costs,
+                    "auto_wide": auto.wide and str(auto.wide),
                     "auto_drafts": sizes,
                     "expected_speed": {str(s): round(v, 3) for s, v in expected.items()},
                     "recommended": str(best),
+                    "recommended_lookahead": str(window),
                 }
             )
         )
@@ -91,9 +89,13 @@ def tune(
         matches.add_row(str(match_len), f"{right:.2f}", str(size))
     console.print(matches)
     remark = "windows and trees promise less."
+    if auto.wide is not None:
+        num_drafts = auto.layout.num_drafts
+        remark = f"its {num_drafts} drafts are those of {_name_of(auto.wide)}."
     if best is not auto:
         remark = "--strategy auto is never much slower than plain decoding."
     console.print(f"Recommended: {_name_of(best)}; {remark}")
+    console.print(f"Of lookahead's windows: {_name_of(window)}.")
 
 
 def _name_of(strategy: Strategy) -> str:
@@ -106,11 +108,13 @@ def _policy_of(auto: Auto) -> tuple[list[int], float]:
     """What `Auto` drafts behind matches of 0, 1, 2, ... tokens, and the speed that this gives
     where matches are as long as there; cautious, as its probabilities at the start are."""
     sizes, seconds_per_token = [], 0.0
-    cost_of = {rows - 1: cost for rows, cost in auto.costs}
+    chances = jnp.asarray(acceptance.at_first(auto.wide is not None))[None]
+    num_drafts = (*auto.sizes, auto.layout.num_drafts)
     for match_len, share in enumerate(_SHARE_OF_MATCH):
-        before = match_len + np.arange(auto.sizes[-1])
-        chances = RIGHT_AT_FIRST[np.minimum(before, LONGEST_MATCH)] * (match_len > 0)
-        tokens = np.append(1, 1 + np.cumsum(np.cumprod(chances)))
-        sizes.append(int(auto.best_size(jnp.asarray(tokens[None, 1:]))))
-        seconds_per_token += share * cost_of[sizes[-1]] / tokens[sizes[-1]]
+        before = np.minimum(match_len + np.arange(auto.sizes[-1]), LONGEST_MATCH)[None]
+        exists = np.full(before.shape, match_len > 0)
+        tokens = auto.expected_tokens(chances, jnp.asarray(before), jnp.asarray(exists))
+        kind = int(auto.best_round(tokens))
+        sizes.append(num_drafts[kind])
+        seconds_per_token += share * auto.costs[kind][1] / float(tokens[0, kind])
     return sizes, 1 / seconds_per_token
