@@ -27,7 +27,7 @@ from jlookahead.config import Config
 from jlookahead.decoding import Result, row_result, run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt, to_rows
-from jlookahead.sharding import BY_ROW, DATA, mesh_of, per_device, per_row, row_specs
+from jlookahead.sharding import BY_ROW, DATA, mesh_of, per_device, per_row, put, row_specs
 from jlookahead.state import LENGTH, RUNNING, RoundState
 
 # Rounds per device call: a row that is done waits for the end of it.
@@ -137,7 +137,7 @@ def _run(job: _Job, num_groups: int, group_size: int) -> Iterator[tuple[int, Res
             slots, chosen = _assign(waiting, groups)
             fresh = start(_prepare(job, chosen), job.params)
             state = _all_done(job.mesh, fresh, group_size) if state is None else state
-            state = refill(job.mesh, state, fresh, np.array(slots, np.int32))
+            state = refill(job.mesh, state, fresh, _on_device(slots, job.mesh))
         if state is None or all(index is None for group in groups for index in group):
             break
         state, progress = run_rounds(
@@ -189,6 +189,11 @@ def _prepare(job: _Job, chosen: Sequence[int | None]) -> Call:
     return prepare(job.params, rows, job.cfg, job.tokenizer, ids, job.model)
 
 
+def _on_device(slots: Sequence[int], mesh: Mesh | None) -> jax.Array:
+    array = np.array(slots, np.int32)
+    return jax.device_put(array) if mesh is None else put(array, mesh)
+
+
 @functools.partial(jax.jit, static_argnames=("mesh", "group_size"))
 def _all_done(mesh: Mesh | None, fresh: RoundState, group_size: int) -> RoundState:
     """A batch of `group_size` rows like each of these, none of which is to be run."""
@@ -206,9 +211,7 @@ def _all_done(mesh: Mesh | None, fresh: RoundState, group_size: int) -> RoundSta
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def refill(
-    mesh: Mesh | None, state: RoundState, fresh: RoundState, slots: jax.Array | np.ndarray
-) -> RoundState:
+def refill(mesh: Mesh | None, state: RoundState, fresh: RoundState, slots: jax.Array) -> RoundState:
     """Writes new rows into a batch, each into the group of rows that its device holds.
 
     Args:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
 import random
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +23,7 @@ import jlookahead as jl
 from jlookahead.batching import _all_done, refill
 from jlookahead.call import prepare
 from jlookahead.decoding import start
-from jlookahead.state import per_row
+from jlookahead.sharding import per_row
 
 SMALL = jl.Lookahead(2, 3, 2, pool_capacity=64)
 EAGER_AUTO = jl.Auto(((1, 1.0), (6, 1.01)))  # all drafts that are found are worth it
@@ -121,33 +126,65 @@ def test_a_job_makes_explicit_transfers_only():
         answers({}, prompts, cfg, batch_size=2, model=LeakProbe(97))
 
 
-@pytest.mark.parametrize("slots", [[2, 0], [-1, 1], [1, -1], [-1, -1]])
-def test_new_rows_go_into_their_groups(slots):
-    """Two groups of three rows; a row whose slot is negative goes nowhere."""
+@pytest.mark.parametrize("slot", [2, 0, -1])
+def test_a_new_row_goes_into_its_slot(slot):
+    """Nowhere if the slot is negative."""
     params, cfg = tiny_params(0), config(jl.Recycling(4), SAMPLED, cache_len=30)
-    call = prepare(params, random_prompts(6, 9), cfg, row_ids=range(6))
-    state = start(call, params)
-    fresh = start(prepare(params, random_prompts(2, 9, seed=5), cfg, row_ids=[7, 8]), params)
-    rows = [3 * d + slot if slot >= 0 else None for d, slot in enumerate(slots)]
+    state = start(prepare(params, random_prompts(3, 9), cfg), params)
+    fresh = start(prepare(params, random_prompts(1, 9, seed=5), cfg, row_ids=[7]), params)
 
     def written(old, new, is_per_row):
         old = np.array(old)
-        for d, row in enumerate(rows):
-            if row is not None and is_per_row:
-                old[row] = new[d]
+        if slot >= 0 and is_per_row:
+            old[slot] = new[0]
         return old
 
     expected = jax.tree.map(written, state, fresh, per_row(state))
-    got = refill(state, fresh, np.array(slots, np.int32))
+    got = refill(None, state, fresh, np.array([slot], np.int32))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+# Runs in a process of its own: the number of devices is fixed when JAX starts.
+ON_A_MESH = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import jax
+import jlookahead as jl
+from models import TINY, tiny_params
+from test_batch import ON_MESH, answers, random_prompts
+
+mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+params = jl.shard(tiny_params(0), TINY, mesh)
+try:
+    jl.generate_many(params, [[1]], ON_MESH, batch_size=3)
+except ValueError as error:
+    refused = str(error)
+results = answers(params, random_prompts(7, longest=17), ON_MESH, batch_size=4)
+print(json.dumps([refused, [[r.tokens, r.num_rounds, r.finish_reason] for r in results]]))
+"""
+ON_MESH = config(jl.PromptLookup(), SAMPLED, max_new_tokens=30, eos_token_ids=(3, 7, 9, 11))
+
+
+def test_a_mesh_answers_each_as_one_device():
+    """Two devices take in prompts, seven of them, so that one gets none in the end."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", ON_A_MESH, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused, results = json.loads(done.stdout)
+    assert refused.startswith("batch_size: got 3, must be a multiple of 2, the devices")
+    assert len({len(tokens) for tokens, *_ in results}) > 2
+    for i, (prompt, result) in enumerate(zip(random_prompts(7, 17), results, strict=True)):
+        alone = jl.generate(tiny_params(0), prompt, ON_MESH, row_ids=[i])
+        assert result == [alone.tokens, alone.num_rounds, alone.finish_reason]
 
 
 def test_refilling_writes_the_cache_in_place():
     params = tiny_params(0)
     call = prepare(params, [[1, 2, 3]], config(jl.Lookahead(3, 3, 2), max_new_tokens=900))
     fresh = start(call, params)
-    state = _all_done(fresh, group_size=5)
-    compiled = refill.lower(state, fresh, np.array([1], np.int32)).compile()
+    state = _all_done(None, fresh, group_size=5)
+    compiled = refill.lower(None, state, fresh, np.array([1], np.int32)).compile()
     shape = ",".join(map(str, state.cache.keys[0].shape))
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
     memory = compiled.memory_analysis()
