@@ -35,14 +35,16 @@ _STEEP, _FLAT = (1, 4, 16), (1, 8, 32)
 _FLAT_COST = 2.0  # of 32 rows, at most
 # Up to this cost of 32 rows it pays to draft without a match, from everything.
 _WIDE_COST = 1.5
-# Tokens per round on SmolLM2, pooled over 62 prompts; benchmarks/results has them by category.
+# Tokens per round on SmolLM2, pooled over 62 prompts, for which see benchmarks/results; those of
+# Lookahead(4, 5, 4) and of 120 rows over 18 of them, two of each category.
 TOKENS_PER_ROUND: dict[Lookahead | Recycling, float] = {
-    Lookahead(4, 5, 4): 2.0,
+    Lookahead(4, 5, 4): 2.16,
     Lookahead(7, 5, 7): 2.26,
-    Lookahead(15, 5, 15): 2.4,
+    Lookahead(15, 5, 15): 2.46,
+    Recycling(16): 2.25,
     Recycling(32): 2.58,
     Recycling(56): 2.83,
-    Recycling(120): 3.0,
+    Recycling(120): 3.08,
 }
 _ROWS = tuple(sorted({*_STEEP, *_FLAT}))
 _MANY_ROWS = (56, 120)
