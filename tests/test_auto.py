@@ -244,7 +244,7 @@ def test_tune_wants_the_model_s_configuration():
 def test_long_drafts_are_for_flat_curves(tmp_path, monkeypatch, dearest, rows):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     costs = ((1, 1.0), (4, 1.1), (8, 1.1), (16, 1.2), (32, dearest))
-    strategy = tuning.keep_costs(jl.LlamaModel(TINY), costs)
+    strategy = tuning.keep_costs(jl.LlamaModel(TINY), tiny_params(0), costs)
     assert [num for num, _ in strategy.costs] == rows
 
 
