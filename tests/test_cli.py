@@ -76,9 +76,10 @@ def test_main_job_end_to_end():
 def test_option_defaults_are_the_library_s():
     defaults = {p.name: p.default for p in inspect.signature(command).parameters.values()}
     library = dataclasses.asdict(jl.Sampling())
-    library |= {name: getattr(jl.Config(), name) for name in ("max_new_tokens", "min_new_tokens")}
+    own = ("max_new_tokens", "min_new_tokens", "publish")
+    library |= {name: getattr(jl.Config(), name) for name in own}
     shared = defaults.keys() & library.keys()
-    assert len(shared) == 8
+    assert len(shared) == 9
     assert {name: defaults[name] for name in shared} == {name: library[name] for name in shared}
     for name in ("window", "ngram", "candidates", "max_ngram", "num_draft_tokens", "block", "rows"):
         assert defaults[name] is None
