@@ -11,14 +11,14 @@ A round takes the longer of reading the weights and computing the rows, and then
     sum of n bytes over P devices:                 latency + 2 (P - 1) / P n / link
 
 `told` is the one gathering of integers, `kv` the one broadcast of accepted K/V (a sum), both per
-round and not per layer; the tests compare them with the compiled program. Attention is left out,
-and so is the overlap of communication with computation.
+round and not per layer; the tests compare them with the compiled program. Left out are attention,
+the overlap of communication with computation, and single numbers: what finds the likeliest token
+along `tensor`, and, beside another axis, when loops end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jlookahead as jl
 from jlookahead.division import divide
@@ -56,8 +56,8 @@ LLAMA_8B = jl.ModelConfig(
 def told_bytes(layout: Layout, num_devices: int) -> int:
     """What a device tells the others, per batch row: accepted length and winner; token, source and
     packed row of everything that may be emitted; its columns. 4 bytes each."""
-    columns = math.ceil(layout.num_jacobi / num_devices)
-    return 4 * (2 + 3 * layout.max_emitted + columns)
+    division = divide(layout, num_devices)
+    return 0 if division is None else 4 * (2 + 3 * layout.max_emitted + division.num_columns)
 
 
 def kv_bytes(model: jl.ModelConfig, layout: Layout, itemsize: int = 2) -> int:
@@ -101,7 +101,7 @@ def round_seconds(
         rows += layout.max_accepted
     weights = num_weights(model) / tensor
     seconds = max(2 * weights / device.memory, 2 * weights * batch * rows / device.peak)
-    if lookahead > 1:
+    if divide(layout, lookahead) is not None:
         told = batch * told_bytes(layout, lookahead)
         seconds += device.latency + (lookahead - 1) * told / device.link
         if publish == "broadcast":
@@ -143,7 +143,7 @@ def main() -> None:
                     / base
                     for publish in ("broadcast", "refeed")
                 ]
-                held = gigabytes / tensor * lookahead * tensor
+                held = gigabytes * lookahead
                 rows = rows_of_a_device(wide, lookahead)
                 print(
                     f"| {name} | {batch} | {lookahead} x {tensor} | {held:.0f} | {rows} | "

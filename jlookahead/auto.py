@@ -27,6 +27,7 @@ from jlookahead.checks import check_int, check_number
 from jlookahead.layout import Layout, build_layout, with_smaller_rounds
 from jlookahead.lookahead import Lookahead
 from jlookahead.recycling import Recycling
+from jlookahead.sharding import largest_anywhere
 from jlookahead.state import LOOKUP, Draft, MatchRecord, PromptRead, RoundState
 from jlookahead.suffix_match import continuations, find_matches
 
@@ -113,7 +114,8 @@ class Auto:
         tokens, exists, match_len = self._look_up(state)
         record = _memory(state)
         expected = self.expected_tokens(record.right / record.total, match_len, exists)
-        kind = self.best_round(jnp.where(state.done[:, None], 0, expected))
+        # Rounds of one kind on all devices, where they are of one size.
+        kind = largest_anywhere(self.best_round(jnp.where(state.done[:, None], 0, expected)))
         size = jnp.asarray((*self.sizes, 0))[kind]
         missing = self.layout.num_drafts - tokens.shape[1]
         tokens, exists = (jnp.pad(x, ((0, 0), (0, missing))) for x in (tokens, exists))

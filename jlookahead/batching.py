@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,8 @@ def generate_many(
     Raises:
         ValueError: at the call and before anything compiles, naming the prompt where it is one's.
     """
+    if isinstance(prompts, str | Mapping):
+        raise ValueError(f"prompts: got a {type(prompts).__name__}, must be a list of prompts")
     check_int("batch_size", batch_size, 1)
     mesh = mesh_of(params)
     num_devices = num_row_groups(mesh)
@@ -146,7 +148,7 @@ def _run(job: _Job, num_groups: int, group_size: int) -> Iterator[tuple[int, Res
             slots, chosen = _assign(waiting, groups)
             fresh = start(_prepare(job, chosen), job.params)
             state = _all_done(job.mesh, fresh, group_size) if state is None else state
-            state = refill(job.mesh, state, fresh, _on_device(slots, job.mesh))
+            state = refill(job.mesh, state, fresh, put(np.array(slots, np.int32), job.mesh))
         if state is None or all(index is None for group in groups for index in group):
             break
         state, progress = run_rounds(
@@ -196,11 +198,6 @@ def _prepare(job: _Job, chosen: Sequence[int | None]) -> Call:
     rows = [job.rows[0][:1] if index is None else job.rows[index] for index in chosen]
     ids = [0 if index is None else job.row_ids[index] for index in chosen]
     return prepare(job.params, rows, job.cfg, job.tokenizer, ids, job.model)
-
-
-def _on_device(slots: Sequence[int], mesh: Mesh | None) -> jax.Array:
-    array = np.array(slots, np.int32)
-    return jax.device_put(array) if mesh is None else put(array, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "group_size"))

@@ -15,12 +15,13 @@ from numpy.typing import ArrayLike
 from jlookahead.attention import PREFIX_CHUNK
 from jlookahead.checks import check_int
 from jlookahead.config import Config, Sampling
+from jlookahead.division import divide
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.processors import Processor, on_device
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import Sampler
-from jlookahead.sharding import DATA, mesh_of, put
+from jlookahead.sharding import DATA, mesh_of, num_row_groups, num_sharing, put
 from jlookahead.state import CACHE_FULL, LENGTH
 from jlookahead.stopping import StopStrings, compile_stop_strings
 from jlookahead.strategy import Strategy
@@ -88,10 +89,14 @@ def prepare(
         if token >= model.vocab_size:
             raise ValueError(f"eos_token_ids: got {token}, allowed are 0 to {model.vocab_size - 1}")
     mesh = mesh_of(params)
-    if mesh is not None and len(rows) % mesh.shape[DATA]:
+    if len(rows) % num_row_groups(mesh):
         raise ValueError(
-            f"prompt: got {len(rows)} rows, must be a multiple of {mesh.shape[DATA]}, the devices "
-            f"of the mesh along {DATA!r}"
+            f"prompt: got {len(rows)} rows, must be a multiple of {num_row_groups(mesh)}, the "
+            f"devices of the mesh along {DATA!r}"
+        )
+    if mesh is not None and jax.sharding.get_abstract_mesh().axis_names:
+        raise ValueError(
+            "mesh: jax.set_mesh is in force, must not be: the parameters carry the mesh"
         )
     lengths = [len(row) for row in rows]
     limits, reasons = limits_of(lengths, cfg, model.max_position_embeddings)
@@ -118,7 +123,11 @@ def prepare(
         pad_id=_int32(cfg.pad_token_id),
         sampler=_make_sampler(cfg.sampling, row_ids, len(rows)),
         processors=on_device(
-            cfg.processors, cfg.min_new_tokens, eos_ids, model.vocab_size, padded.shape
+            cfg.processors,
+            cfg.min_new_tokens,
+            eos_ids,
+            model.vocab_size,
+            (len(rows) // num_row_groups(mesh), num_slots),
         ),
         stop=compile_stop_strings(cfg.stop_strings, tokenizer, model.vocab_size, len(rows)),
     )
@@ -131,8 +140,10 @@ def prepare(
         want_logprobs=cfg.logprobs,
         is_batch=is_batch,
         mesh=mesh,
-        refeeds=cfg.publish == "refeed",
-        arrays=arrays if mesh is None else put(arrays, mesh),
+        # What every device computes, every device keeps.
+        refeeds=cfg.publish == "refeed"
+        and divide(cfg.strategy.layout, num_sharing(mesh)) is not None,
+        arrays=put(arrays, mesh),
     )
 
 

@@ -215,11 +215,13 @@ def _start(
 ) -> RoundState:
     """Prefills the prompt without its last token and fills the proposer's memory."""
     function = functools.partial(_start_rows, model, strategy, chunk, want_logprobs, refeeds)
-    specs = SHARED, row_specs(arrays), SHARED, BY_ROW
-    shared = {name: row_specs(getattr(arrays, name)) for name in ("sampler", "processors", "stop")}
-    fields = {field.name: BY_ROW for field in dataclasses.fields(RoundState)}
-    state_specs = RoundState(**fields | shared | {"eos_ids": SHARED, "pad_id": SHARED})
-    started = per_device(function, mesh, specs, state_specs)
+    specs = row_specs(arrays)
+    of_call = ("eos_ids", "pad_id", "sampler", "processors", "stop")
+    state_specs = RoundState(
+        **{field.name: BY_ROW for field in dataclasses.fields(RoundState)}
+        | {name: getattr(specs, name) for name in of_call}
+    )
+    started = per_device(function, mesh, (SHARED, specs, SHARED, BY_ROW), state_specs)
     return started(params, arrays, initial_window, carried)
 
 

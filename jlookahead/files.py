@@ -27,7 +27,7 @@ def written_whole(file: Path) -> Iterator[TextIO]:
             os.fsync(stream.fileno())
             os.replace(unfinished, file)
         except BaseException:
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
             raise
 
 

@@ -19,6 +19,7 @@ from jlookahead import ngram_pool
 from jlookahead.checks import check_bool, check_int
 from jlookahead.forest import chain_parents
 from jlookahead.layout import Layout, build_layout
+from jlookahead.sharding import largest_anywhere
 from jlookahead.state import LOOKUP, POOL, Draft, PromptRead, RoundState
 from jlookahead.suffix_match import (
     LONGEST_DRAFT,
@@ -139,7 +140,7 @@ class Lookahead:
             last = first + block * _PROMPT_BLOCK + jnp.arange(_PROMPT_BLOCK)
             return ngram_pool.insert(pool, *self._text_ngrams(state, last, state.prompt_len))
 
-        num_ngrams = jnp.maximum(state.prompt_len.max() - first, 0)
+        num_ngrams = jnp.maximum(largest_anywhere(state.prompt_len.max()) - first, 0)
         return lax.fori_loop(0, -(-num_ngrams // _PROMPT_BLOCK), insert_block, pool)
 
     def _text_ngrams(self, state: RoundState, last: jax.Array, end: jax.Array):

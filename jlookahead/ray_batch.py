@@ -104,13 +104,15 @@ def connected() -> Iterator[None]:
             "ray: needs Ray Data, which is not installed: pip install 'jlookahead[ray]'"
         ) from error
     with contextlib.redirect_stdout(sys.stderr):
+        is_ours = not ray.is_initialized()
         try:
-            if not ray.is_initialized():
+            if is_ours:
                 ray.init()
             ray.data.DataContext.get_current().enable_progress_bars = False
             yield
         finally:
-            ray.shutdown()
+            if is_ours:
+                ray.shutdown()
 
 
 def generate_on_ray(
@@ -140,9 +142,11 @@ def generate_on_ray(
     import ray
 
     num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    num_workers = num_workers or num_gpus or len(ray.nodes())
+    num_workers = num_workers or num_gpus or sum(node["Alive"] for node in ray.nodes())
+    if num_gpus and num_workers > num_gpus:
+        raise ValueError(f"workers: got {num_workers}, allowed are 1 to {num_gpus}, the GPUs there")
     # Every worker has something to do in a short job, too.
-    per_task = min(_PROMPTS_PER_ROW * batch_size, -(-len(prompts) // num_workers))
+    per_task = max(1, min(_PROMPTS_PER_ROW * batch_size, -(-len(prompts) // num_workers)))
     tasks = [
         pyarrow.table(
             {

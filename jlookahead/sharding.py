@@ -142,8 +142,13 @@ def row_specs(tree: Any) -> Any:
     return jax.tree.map(lambda has_rows: BY_ROW if has_rows else SHARED, per_row(tree))
 
 
-def put(tree: Any, mesh: Mesh) -> Any:
-    """A call's arrays on the mesh; of several processes each holds them all and places its part."""
+def put(tree: Any, mesh: Mesh | None) -> Any:
+    """A call's arrays on the mesh, or on the default device without one.
+
+    Of several processes each holds all of them and places its part.
+    """
+    if mesh is None:
+        return jax.device_put(tree)
 
     def place(spec: PartitionSpec, leaf: Any) -> jax.Array:
         whole = np.asarray(leaf)
@@ -190,8 +195,9 @@ def num_sharing(mesh: Mesh | None) -> int:
 def split_heads(cache: Any) -> Any:
     """The cache `[B, K, S, D]` with its heads divided along `tensor`, if their number allows it."""
 
+    num_devices = _num_devices(TENSOR)
+
     def split(slots: jax.Array) -> jax.Array:
-        num_devices = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
         return slots if slots.shape[1] % num_devices else _along_tensor(slots, None, TENSOR)
 
     return jax.tree.map(split, cache)
@@ -208,18 +214,23 @@ def largest_anywhere(value: jax.Array) -> jax.Array:
     Only where a loop may hold XLA's collectives over `tensor`: in some of them every device of the
     mesh takes part, whichever rows it has. Elsewhere the device's own value.
     """
-    shape = jax.sharding.get_abstract_mesh().shape
-    if shape.get(TENSOR, 1) == 1 or shape[DATA] * shape[LOOKAHEAD] == 1:
+    if _num_devices(TENSOR) == 1 or _num_devices(DATA) * _num_devices(LOOKAHEAD) == 1:
         return value
     return lax.pmax(value, (DATA, LOOKAHEAD))
 
 
 def _along_tensor(x: jax.Array, *spec: str | None) -> jax.Array:
     """Lays an array out along `tensor` within `per_device`; nothing to do elsewhere."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if TENSOR not in mesh.axis_names:
+    if _num_devices(TENSOR) == 1:
         return x
+    mesh = jax.sharding.get_abstract_mesh()
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _num_devices(axis: str) -> int:
+    """Devices along an axis within `per_device`; 1 elsewhere, whatever mesh a user has set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[axis] if set(mesh.manual_axes) == {DATA, LOOKAHEAD} else 1
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:

@@ -56,8 +56,7 @@ def warmup(
             continue
         compiled.add(shapes)
         # Prompts that leave nothing to read and no token to emit.
-        host = np.ones(batch, np.int32)
-        ones = jax.device_put(host) if call.mesh is None else put(host, call.mesh)
+        ones = put(np.ones(batch, np.int32), call.mesh)
         call = dataclasses.replace(
             call, arrays=dataclasses.replace(call.arrays, prompt_len=ones, limit=ones)
         )

@@ -36,11 +36,18 @@ class Case:
     strategy: jl.Strategy
     sampling: jl.Sampling = jl.Sampling()
     publish: str = "broadcast"
+    extras: bool = False  # processors, stop at an EOS id, log-probabilities
     seeds: int = 3
 
     @property
     def cfg(self) -> jl.Config:
+        extras: dict[str, Any] = {}
+        if self.extras:
+            processors = jl.processors.RepetitionPenalty(1.1), jl.processors.BannedTokens((3, 4))
+            extras = {"processors": processors, "min_new_tokens": 9, "logprobs": True}
+            extras["eos_token_ids"] = tuple(range(0, MODEL.vocab_size, 9))
         return jl.Config(
+            **extras,
             model=MODEL,
             strategy=self.strategy,
             sampling=self.sampling,
@@ -85,6 +92,7 @@ CASES = [
     Case(on(lookahead=4, tensor=2), POOL, publish="refeed"),
     Case(on(data=2, lookahead=4), MIXED, RESIDUAL),
     Case(on(tensor=2, lookahead=2, data=2), MIXED, COUPLED),
+    Case(on(data=2, lookahead=2), MIXED, extras=True),
 ]
 
 

@@ -9,6 +9,8 @@ import pytest
 from models import LeakProbe
 
 import jlookahead as jl
+from jlookahead import decoding, session
+from jlookahead.call import prepare
 
 PROBE = LeakProbe(vocab_size=11)
 PROMPTS = [[1, 2, 3] * 4, [4, 1], [7, 7, 2]]
@@ -20,19 +22,31 @@ STRATEGIES = [
 ]
 
 
+def refeeding_call(*args, **kwargs):
+    """A call as one of several devices makes it; alone, a device keeps what it computed."""
+    return dataclasses.replace(prepare(*args, **kwargs), refeeds=True)
+
+
+@pytest.fixture
+def refeeds(monkeypatch):
+    for module in (decoding, session):
+        monkeypatch.setattr(module, "prepare", refeeding_call)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
-def test_tokens_and_rounds_stay_the_same(strategy):
+def test_tokens_and_rounds_stay_the_same(strategy, request):
     """The probe's text changes if a row is seen twice, not at all or at another place."""
     cfg = jl.Config(strategy=strategy, max_new_tokens=60)
-    refeeding = dataclasses.replace(cfg, publish="refeed")
-    kept, refed = (jl.generate(None, PROMPTS, c, model=PROBE) for c in (cfg, refeeding))
+    kept = jl.generate(None, PROMPTS, cfg, model=PROBE)
+    request.getfixturevalue("refeeds")
+    refed = jl.generate(None, PROMPTS, cfg, model=PROBE)
     for name in ("tokens", "num_rounds", "sources", "finish_reason"):
         assert getattr(kept, name) == getattr(refed, name)
     assert (sum(kept.num_rounds) < 150) == (not isinstance(strategy, jl.Autoregressive))
 
 
-def test_what_is_pending_after_every_round():
-    cfg = jl.Config(strategy=STRATEGIES[0], max_new_tokens=40, publish="refeed")
+def test_what_is_pending_after_every_round(refeeds):
+    cfg = jl.Config(strategy=STRATEGIES[0], max_new_tokens=40)
     most = 0
     for state, info in jl.iter_rounds(None, PROMPTS, cfg, model=PROBE):
         emitted = np.asarray(info.num_emitted)
@@ -43,15 +57,20 @@ def test_what_is_pending_after_every_round():
     assert most > 1
 
 
-def test_a_session_reuses_what_is_committed():
-    cfg = jl.Config(strategy=STRATEGIES[0], max_new_tokens=23, publish="refeed")
-    session = jl.Session(None, cfg, model=PROBE)
+def test_one_device_keeps_what_it_computed():
+    cfg = jl.Config(strategy=STRATEGIES[0], publish="refeed")
+    assert not prepare(None, PROMPTS, cfg, model=PROBE).refeeds
+
+
+def test_a_session_reuses_what_is_committed(refeeds):
+    cfg = jl.Config(strategy=STRATEGIES[0], max_new_tokens=23)
+    chat = jl.Session(None, cfg, model=PROBE)
     history, missing = PROMPTS[0], []
     for turn in range(4):
-        out = session.generate(history)
+        out = chat.generate(history)
         assert out.tokens == jl.generate(None, history, cfg, model=PROBE).tokens
         if turn:
-            missing.append(len(history) - 1 - (turn + 1) - session.num_reused)
+            missing.append(len(history) - 1 - (turn + 1) - chat.num_reused)
         history = [*history, *out.tokens, *range(turn + 2)]
     assert min(missing) >= 0
     assert max(missing) > 0, "no turn ended with tokens that had no K/V"

@@ -113,21 +113,23 @@ class Journal:
         return fields
 
     def _note(self, index: int, place: int, answer: Mapping[str, Any]) -> None:
-        assert index not in self._places, "a prompt is answered once"
+        if index in self._places:
+            raise ValueError(f"{self._folder / JOURNAL}: prompt {index} is answered twice")
         self._places[index] = place
         self.num_tokens += len(answer["token_ids"])
         self.num_rounds += answer["num_rounds"]
 
     def add(self, index: int, answer: Mapping[str, Any]) -> None:
         """Appends the answer to a prompt that has none yet; has `token_ids` and `num_rounds`."""
-        self._note(index, self._append({"index": index, "answer": answer}), answer)
-
-    def _append(self, fields: Mapping[str, Any]) -> int:
-        """Writes a line and returns where it begins."""
         place = self._file.seek(0, os.SEEK_END)
+        self._note(index, place, answer)
+        self._append({"index": index, "answer": answer})
+
+    def _append(self, fields: Mapping[str, Any]) -> None:
+        self._file.seek(0, os.SEEK_END)
         self._file.write(json.dumps(fields).encode() + b"\n")
         self._file.flush()
-        return place
+        os.fsync(self._file.fileno())
 
     def finish(self) -> None:
         """Writes the results, in order of their index, and ends the journal.
