@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from jlookahead.attention import PREFIX_CHUNK
 from jlookahead.call import CallArrays, bucket, prepare, resolve_model
@@ -25,6 +26,7 @@ from jlookahead.model import Params, TargetModel
 from jlookahead.processors import Context, process
 from jlookahead.prompts import Prompt, to_rows
 from jlookahead.sampling import select
+from jlookahead.sharding import replicate
 from jlookahead.strategy import Autoregressive
 from jlookahead.vocabulary import top_token
 
@@ -110,13 +112,13 @@ def audit(
         stop_strings=(),
         cache_len=None,
     )
-    arrays = prepare(params, rows[0], law, row_ids=[row_id], model=model).arrays
+    call = prepare(params, rows[0], law, row_ids=[row_id], model=model)
     if not len(given):
         return Audit([], [], [], [])
     padded = np.zeros((1, bucket(len(text), PREFIX_CHUNK)), np.int32)
     padded[0, : len(text)] = text
     ids, length = jax.device_put((padded, np.int32(len(text))))
-    judged = jax.device_get(_judge(model, params, ids, length, arrays))
+    judged = jax.device_get(_judge(model, call.mesh, params, ids, length, call.arrays))
     new = slice(len(rows[0]), len(text))
     return Audit(
         tokens=given.tolist(),
@@ -157,9 +159,14 @@ class _Judged:
     logprobs: jax.Array  # [T] float32
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def _judge(
-    model: TargetModel, params: Params, text: jax.Array, length: jax.Array, arrays: CallArrays
+    model: TargetModel,
+    mesh: Mesh | None,
+    params: Params,
+    text: jax.Array,
+    length: jax.Array,
+    arrays: CallArrays,
 ) -> _Judged:
     """One pass over `text [1, T]` in chunks, behind a cache; logits for a chunk at a time."""
     num_slots = text.shape[1]
@@ -197,7 +204,7 @@ def _judge(
     )
     carry = model.init_cache(1, num_slots), judged
     _, judged = lax.fori_loop(0, -(-(length - 1) // _CHUNK), read_chunk, carry)
-    return judged
+    return replicate(judged, mesh)
 
 
 def _judge_rows(

@@ -30,8 +30,9 @@ from jlookahead.recycling import Recycling
 from jlookahead.state import LOOKUP, Draft, MatchRecord, PromptRead, RoundState
 from jlookahead.suffix_match import continuations, find_matches
 
-# Drafting must promise at least this share of plain decoding's rate.
-_MARGIN = 1.1
+# Lookup must promise this share of plain decoding's rate; wide rounds, which teach the memory that
+# they draft from, the rate itself.
+_MARGIN, _WIDE_MARGIN = 1.1, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +172,10 @@ class Auto:
         # All batch rows are computed together, as many rows of one text would be.
         costs = jnp.interp(len(expected) * rows, rows, costs, right="extrapolate")
         rates = expected.sum(axis=0) / costs
-        best = 1 + jnp.argmax(rates[1:])
-        return jnp.where(rates[best] > _MARGIN * rates[0], best, 0)
+        margins = np.full(len(rows), _MARGIN, np.float32)
+        if self.wide is not None:
+            margins[-1] = _WIDE_MARGIN
+        return jnp.argmax(jnp.where(rates > margins * rates[0], rates, 0).at[0].set(rates[0]))
 
     def read(self, logits: jax.Array, num_columns: int) -> Any:
         return None if self.wide is None else self.wide.read(logits, num_columns)

@@ -27,7 +27,16 @@ from jlookahead.config import Config
 from jlookahead.decoding import Result, row_result, run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt, to_rows
-from jlookahead.sharding import BY_ROW, DATA, mesh_of, per_device, per_row, put, row_specs
+from jlookahead.sharding import (
+    BY_ROW,
+    DATA,
+    mesh_of,
+    num_row_groups,
+    per_device,
+    per_row,
+    put,
+    row_specs,
+)
 from jlookahead.state import LENGTH, RUNNING, RoundState
 
 # Rounds per device call: a row that is done waits for the end of it.
@@ -63,11 +72,11 @@ def generate_many(
     """
     check_int("batch_size", batch_size, 1)
     mesh = mesh_of(params)
-    num_groups = 1 if mesh is None else mesh.shape[DATA]
-    if batch_size % num_groups:
+    num_devices = num_row_groups(mesh)
+    if batch_size % num_devices:
         raise ValueError(
-            f"batch_size: got {batch_size}, must be a multiple of {num_groups}, the devices of the "
-            f"mesh along {DATA!r}"
+            f"batch_size: got {batch_size}, must be a multiple of {num_devices}, the devices of "
+            f"the mesh along {DATA!r}"
         )
     model = resolve_model(params, cfg, model)
     rows = [_row_of(prompt, i, cfg, tokenizer, model) for i, prompt in enumerate(prompts)]
@@ -76,8 +85,8 @@ def generate_many(
         return iter(())
     cfg = with_capacity(cfg, [len(row) for row in rows], model.max_position_embeddings)
     job = _Job(params, model, mesh, cfg, tokenizer, rows, ids)
-    _prepare(job, [0] * num_groups)  # what is wrong for all is refused
-    return _run(job, num_groups, batch_size // num_groups)
+    _prepare(job, [0] * num_devices)  # what is wrong for all is refused
+    return _run(job, num_devices, batch_size // num_devices)
 
 
 def with_capacity(cfg: Config, lengths: Sequence[int], context: int) -> Config:

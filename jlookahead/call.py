@@ -49,10 +49,11 @@ class CallArrays:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked call. All but `arrays` is static."""
+    """A checked call. All but `arrays` is static, or of the host."""
 
     model: TargetModel
     strategy: Strategy
+    prompt_lengths: tuple[int, ...]
     prefill_chunk: int
     num_slots: int
     want_logprobs: bool
@@ -124,6 +125,7 @@ def prepare(
     return Call(
         model=model,
         strategy=cfg.strategy,
+        prompt_lengths=tuple(lengths),
         prefill_chunk=chunk,
         num_slots=num_slots,
         want_logprobs=cfg.logprobs,

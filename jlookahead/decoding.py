@@ -412,8 +412,10 @@ def _run_one_round(
 
 def collect(progress: Progress, call: Call, cfg: Config, tokenizer: Any) -> Result:
     """Copies a finished generation to the host."""
-    progress, prompt_len = jax.device_get((progress, call.arrays.prompt_len))
-    rows = [row_result(progress, b, size, cfg, tokenizer) for b, size in enumerate(prompt_len)]
+    progress = jax.device_get(progress)
+    rows = [
+        row_result(progress, b, size, cfg, tokenizer) for b, size in enumerate(call.prompt_lengths)
+    ]
     if not call.is_batch:
         return rows[0]
     fields: dict[str, Any] = {}

@@ -57,6 +57,7 @@ def compare_speed(
     max_new_tokens: int,
     repeats: int,
     temperature: float = 0.0,
+    publish: str = "broadcast",
 ) -> Comparison:
     """Decodes a prompt under every strategy, which take turns, so that noise hits all of them.
 
@@ -67,13 +68,17 @@ def compare_speed(
         max_new_tokens: of a generation.
         repeats: turns.
         temperature: of all of them; 0 is greedy.
+        publish: see `Config`.
     """
     sampling = Sampling(temperature=temperature)
     entrants: dict[str, Strategy] = {BASELINE: Autoregressive(), **strategies}
 
     def run(name: str) -> Result:
         cfg = lm.make_config(
-            strategy=entrants[name], max_new_tokens=max_new_tokens, sampling=sampling
+            strategy=entrants[name],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            publish=publish,
         )
         return generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
 
@@ -110,7 +115,12 @@ def accepted_lengths(sources: Iterable[str]) -> list[int]:
 
 
 def time_by_phase(
-    lm: LoadedModel, prompt: object, strategy: Strategy, *, max_new_tokens: int
+    lm: LoadedModel,
+    prompt: object,
+    strategy: Strategy,
+    *,
+    max_new_tokens: int,
+    publish: str = "broadcast",
 ) -> dict[str, float] | None:
     """Shares of the device's busy time that the phases of a round take, and `other`; None where the
     profiler does not name operations.
@@ -119,7 +129,7 @@ def time_by_phase(
     an operation belongs to. Fused operations count as the matrix product among them, if there is
     one, and as the last of them otherwise.
     """
-    cfg = lm.make_config(strategy=strategy, max_new_tokens=max_new_tokens)
+    cfg = lm.make_config(strategy=strategy, max_new_tokens=max_new_tokens, publish=publish)
     call = prepare(lm.params, prompt, cfg, lm.tokenizer)
     state = jax.block_until_ready(start(call, lm.params))
     rounds = np.int32(_PROFILED_ROUNDS)

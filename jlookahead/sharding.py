@@ -90,7 +90,7 @@ def param_sharding(
         mesh: as `complete_mesh` makes it.
     """
     if mesh is None:
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     *_, module, leaf = name.split(".")
     axis = _axis(module, leaf, len(shape))
     units = shape[axis] if axis is not None else 1
@@ -175,6 +175,11 @@ def per_device(
         # tell from the exchange that makes them agree.
         check_vma=False,
     )
+
+
+def num_row_groups(mesh: Mesh | None) -> int:
+    """Groups of rows that a batch is divided into."""
+    return 1 if mesh is None else mesh.shape[DATA]
 
 
 def num_sharing(mesh: Mesh | None) -> int:

@@ -80,7 +80,7 @@ def stream_rounds(
 ) -> Iterator[StreamedToken]:
     """Yields the tokens of a generation that goes on by `dispatch(max_rounds)`."""
     max_rounds = jax.device_put(np.int32(ROUNDS_PER_CALL))
-    seen = jax.device_get(call.arrays.prompt_len).tolist()
+    seen = list(call.prompt_lengths)
     texts = [IncrementalText(tokenizer, cfg.stop_strings) for _ in seen]
     pending = dispatch(max_rounds)
     is_running = True

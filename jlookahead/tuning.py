@@ -18,13 +18,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jlookahead.agreement import of_first_process
 from jlookahead.auto import Auto
 from jlookahead.files import written_whole
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel, Params, TargetModel
 from jlookahead.model_config import ModelConfig
 from jlookahead.recycling import Recycling
+from jlookahead.sharding import mesh_of
 from jlookahead.vocabulary import top_token
 
 Costs = tuple[tuple[int, float], ...]  # pairs of rows and the time of a round
@@ -35,14 +38,16 @@ _STEEP, _FLAT = (1, 4, 16), (1, 8, 32)
 _FLAT_COST = 2.0  # of 32 rows, at most
 # Up to this cost of 32 rows it pays to draft without a match, from everything.
 _WIDE_COST = 1.5
-# Tokens per round on SmolLM2, pooled over 62 prompts; benchmarks/results has them by category.
+# Tokens per round on SmolLM2, pooled over 62 prompts, for which see benchmarks/results; those of
+# Lookahead(4, 5, 4) and of 120 rows over 18 of them, two of each category.
 TOKENS_PER_ROUND: dict[Lookahead | Recycling, float] = {
-    Lookahead(4, 5, 4): 2.0,
+    Lookahead(4, 5, 4): 2.16,
     Lookahead(7, 5, 7): 2.26,
-    Lookahead(15, 5, 15): 2.4,
+    Lookahead(15, 5, 15): 2.46,
+    Recycling(16): 2.25,
     Recycling(32): 2.58,
     Recycling(56): 2.83,
-    Recycling(120): 3.0,
+    Recycling(120): 3.08,
 }
 _ROWS = tuple(sorted({*_STEEP, *_FLAT}))
 _MANY_ROWS = (56, 120)
@@ -56,7 +61,8 @@ def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
 
     Takes some seconds the first time, and reads a file of the user's cache directory
     (`$XDG_CACHE_HOME/jlookahead`, `~/.cache/jlookahead` by default) later. Warns where that
-    directory cannot be written.
+    directory cannot be written. Of several processes that compute together, process 0's figures
+    count.
 
     Args:
         params: of the model.
@@ -71,18 +77,23 @@ def tune(params: Params, config: ModelConfig, *, refresh: bool = False) -> Auto:
         raise ValueError(f"config: got a {name}, allowed is a ModelConfig such as lm.config")
     model = LlamaModel(config)
     model.check_params(params)
-    kept = None if refresh else _read(_file_of(model))
-    if kept is not None:
-        return kept
+    kept = () if refresh else _read(_file_of(model, params))
+    costs = _agreed(kept, params)
+    if costs:
+        return suit(costs)
     costs = measure_costs(model, params)
     if dict(costs)[_ROWS[-1]] <= _WIDE_COST:
         costs += measure_costs(model, params, _MANY_ROWS)
-    return keep_costs(model, costs)
+    return keep_costs(model, params, costs)
 
 
-def keep_costs(model: LlamaModel, costs: Costs) -> Auto:
+def _agreed(costs: Costs, params: Params) -> Costs:
+    return tuple((rows, cost) for rows, cost in of_first_process(costs, params))
+
+
+def keep_costs(model: LlamaModel, params: Params, costs: Costs) -> Auto:
     """The `Auto` that suits the costs; later calls of `tune` read them."""
-    file = _file_of(model)
+    file = _file_of(model, params)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as stream:
@@ -113,17 +124,18 @@ def suit(costs: Costs) -> Auto:
     return auto((*lookups, wide.layout.num_rows), wide)
 
 
-def _file_of(model: LlamaModel) -> Path:
-    return _cache_dir() / f"costs-{_fingerprint(model)}.json"
+def _file_of(model: LlamaModel, params: Params) -> Path:
+    return _cache_dir() / f"costs-{_fingerprint(model, mesh_of(params))}.json"
 
 
-def _read(file: Path) -> Auto | None:
-    """What an earlier call kept; None if nothing is there, or nothing that makes sense."""
+def _read(file: Path) -> Costs:
+    """What an earlier call kept; empty if nothing is there, or nothing that makes sense."""
     try:
         costs = tuple(tuple(pair) for pair in json.loads(file.read_text()))
-        return suit(Auto(costs).costs)  # which checks them
+        suit(Auto(costs).costs)  # which checks them
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
+        return ()
+    return costs
 
 
 def measure_costs(model: TargetModel, params: Params, rows: tuple[int, ...] = _ROWS) -> Costs:
@@ -144,7 +156,7 @@ def measure_costs(model: TargetModel, params: Params, rows: tuple[int, ...] = _R
     for num, ratio in ratios:
         dearest = max(dearest, ratio)
         costs.append((num, round(dearest, 3)))
-    return tuple(costs)
+    return _agreed(tuple(costs), params)
 
 
 def _seconds(program: functools.partial) -> float:
@@ -167,13 +179,14 @@ def _passes(model: TargetModel, num_rows: int, params: Params) -> jax.Array:
     return jax.lax.fori_loop(0, _PASSES, step, jnp.zeros((1, num_rows), jnp.int32))
 
 
-def _fingerprint(model: LlamaModel) -> str:
+def _fingerprint(model: LlamaModel, mesh: Mesh | None) -> str:
     from jlookahead import __version__
 
     device = jax.devices()[0]
     about = (
         dataclasses.asdict(model.config),
         (device.platform, device.device_kind, os.cpu_count()),
+        None if mesh is None else dict(mesh.shape),
         (jax.__version__, __version__),
     )
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]

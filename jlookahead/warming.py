@@ -14,6 +14,7 @@ from jlookahead.checks import check_int
 from jlookahead.config import Config
 from jlookahead.decoding import NO_ROUND_LIMIT, run_rounds, start
 from jlookahead.model import Params, TargetModel
+from jlookahead.sharding import put
 
 
 def warmup(
@@ -55,7 +56,8 @@ def warmup(
             continue
         compiled.add(shapes)
         # Prompts that leave nothing to read and no token to emit.
-        ones = jax.device_put(np.ones(batch, np.int32))
+        host = np.ones(batch, np.int32)
+        ones = jax.device_put(host) if call.mesh is None else put(host, call.mesh)
         call = dataclasses.replace(
             call, arrays=dataclasses.replace(call.arrays, prompt_len=ones, limit=ones)
         )

@@ -78,7 +78,7 @@ CASES = [
     Case(on(lookahead=2), jl.Recycling(24), publish="refeed"),
     Case(on(lookahead=2), jl.Autoregressive()),
     # The other axes, and all of them together.
-    Case(on(data=2), LOOKUP, COUPLED),
+    Case(on(data=2), LOOKUP),
     Case(on(tensor=8), MIXED, COUPLED),  # more devices than heads of either kind
     Case(on(data=2, tensor=2), jl.Recycling(24)),
     Case(on(lookahead=2, tensor=4), MIXED),
@@ -149,6 +149,14 @@ def replayed(path: Path) -> list[dict[str, Any]]:
     return states
 
 
+def many(params: Any) -> dict[str, Any]:
+    """Seven prompts through a batch of four rows, by index."""
+    cfg = dataclasses.replace(CASES[0].cfg, sampling=COUPLED)
+    prompts = [row for seed in range(4) for row in CASES[0].prompts(seed)][:7]
+    results = jl.generate_many(params, prompts, cfg, batch_size=4)
+    return {str(index): [result.tokens, result.num_rounds] for index, result in results}
+
+
 def refused(params: Any) -> list[str]:
     """What is said to a batch that does not divide, and to an axis of another name."""
     messages = []
@@ -175,6 +183,7 @@ def main() -> None:
         ],
         "collectives": {name: collectives(case) for name, case in COUNTED.items()},
         "refused": refused(params),
+        "many": many(jl.shard(params, MODEL, mesh_of(on(data=2, lookahead=2)))),
         "replayed": {path.name: replayed(path) for path in RECORDED},
     }
     Path(sys.argv[1]).write_text(json.dumps(found))

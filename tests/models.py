@@ -27,6 +27,9 @@ TINY = jl.ModelConfig(
 
 # Drafts are so cheap that all that are found are worth it.
 EAGER_AUTO = jl.Auto(((1, 1.0), (4, 1.01), (10, 1.02)))
+# And so are the rounds of windows and trees.
+FLAT_COSTS = ((1, 1.0), (4, 1.02), (8, 1.05), (24, 1.15))
+WIDE_AUTOS = (jl.Auto(FLAT_COSTS, jl.Recycling(24)), jl.Auto(FLAT_COSTS, jl.Lookahead(4, 4, 4)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,7 +14,7 @@ import pytest
 from models import EAGER_AUTO, TINY, SuccessorTable, plain, tiny_params
 
 import jlookahead as jl
-from jlookahead import auto, tuning
+from jlookahead import acceptance, auto, tuning
 from jlookahead.call import prepare
 from jlookahead.decoding import start
 
@@ -53,9 +53,9 @@ def run(text: list[int], prompt_len: int, strategy: jl.Strategy, model: Any = No
 
 def expected_sizes(text: list[int], prompt_len: int, strategy: jl.Auto) -> list[int]:
     """How many tokens every round drafts, by the module's description and in plain Python."""
-    longest = len(auto.RIGHT_AT_FIRST) - 1
-    at_first = np.array(auto.RIGHT_AT_FIRST) * auto._WEIGHT_AT_FIRST
-    right, total = at_first.copy(), np.full(longest + 1, auto._WEIGHT_AT_FIRST)
+    longest = len(acceptance.RIGHT_AT_FIRST) - 1
+    at_first = np.array(acceptance.RIGHT_AT_FIRST) * acceptance.WEIGHT_AT_FIRST
+    right, total = at_first.copy(), np.full(longest + 1, acceptance.WEIGHT_AT_FIRST)
     most = strategy.costs[-1][0] - 1
     length, sizes = prompt_len, []
     while length < len(text):
@@ -90,9 +90,9 @@ def expected_sizes(text: list[int], prompt_len: int, strategy: jl.Auto) -> list[
             if draft[d] != text[length + d]:
                 break
             hit[of_length] += 1
-        kept = np.where(tried > 0, auto._KEPT, 1.0)
+        kept = np.where(tried > 0, acceptance.KEPT, 1.0)
         right = at_first + kept * (right - at_first) + hit
-        total = auto._WEIGHT_AT_FIRST + kept * (total - auto._WEIGHT_AT_FIRST) + tried
+        total = acceptance.WEIGHT_AT_FIRST + kept * (total - acceptance.WEIGHT_AT_FIRST) + tried
         length += emitted
     return sizes
 
@@ -200,17 +200,18 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     params = tiny_params(0)
     strategy = jl.tune(params, TINY)
-    measured = (tuning._STEEP, tuning._FLAT)
-    assert tuple(rows for rows, _ in strategy.costs) in measured
     (file,) = (tmp_path / "jlookahead").iterdir()
-    kept = ((1, 1.0), (5, 1.25))
+    costs = tuple(map(tuple, json.loads(file.read_text())))
+    assert [rows for rows, _ in costs] in ([1, 4, 8, 16, 32], [1, 4, 8, 16, 32, 56, 120])
+    assert strategy == tuning.suit(costs)
+    kept = ((1, 1.0), (4, 1.25), (8, 1.5), (16, 2.5), (32, 3.5))
     file.write_text(json.dumps(kept))
-    assert jl.tune(params, TINY).costs == kept
+    assert jl.tune(params, TINY).costs == ((1, 1.0), (4, 1.25), (16, 2.5))
     nonsense = ("[[1, 1.0], [Infinity, 2.0]]", "[" * 100_000, '[[1.9, 1.0], ["8", "2"]]')
-    for damaged in ("", "[[1, 1.0]]", "{}", "[1, 2]", "null", *nonsense):
+    for damaged in ("", "[[1, 1.0]]", "[[1, 1.0], [4, 2.0]]", "{}", "[1, 2]", "null", *nonsense):
         file.write_text(damaged)
-        assert tuple(rows for rows, _ in jl.tune(params, TINY).costs) in measured
-        assert json.loads(file.read_text()) != damaged
+        jl.tune(params, TINY)
+        assert len(json.loads(file.read_text())) >= 5
     other = dataclasses.replace(TINY, rms_norm_eps=1e-3)
     jl.tune(params, other)
     assert len(list(file.parent.iterdir())) == 2, "another model, another file"
@@ -221,7 +222,7 @@ def test_costs_that_cannot_be_kept_are_still_there(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="tune: costs are measured anew each time"):
-        assert len(jl.tune(params, TINY).costs) == 3
+        assert len(jl.tune(params, TINY).costs) >= 3
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jl.tune(params, TINY)
     (file,) = (tmp_path / "jlookahead").iterdir()
@@ -240,12 +241,34 @@ def test_tune_wants_the_model_s_configuration():
         jl.tune(lm.params, TINY)
 
 
-@pytest.mark.parametrize(("dearest", "rows"), [(1.3, [1, 8, 32]), (2.5, [1, 4, 16])])
-def test_long_drafts_are_for_flat_curves(tmp_path, monkeypatch, dearest, rows):
+@pytest.mark.parametrize(
+    ("of_32", "of_120", "rows", "wide"),
+    [
+        (2.5, None, [1, 4, 16], None),
+        (1.8, None, [1, 8, 32], None),
+        (1.3, 3.0, [1, 8, 32], jl.Recycling(32)),
+        (1.2, 2.0, [1, 8, 32, 56], jl.Recycling(56)),
+        (1.1, 1.2, [1, 8, 32, 120], jl.Recycling(120)),
+    ],
+)
+def test_rounds_are_as_large_as_the_curve_is_flat(monkeypatch, tmp_path, of_32, of_120, rows, wide):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    costs = ((1, 1.0), (4, 1.1), (8, 1.1), (16, 1.2), (32, dearest))
-    strategy = tuning.keep_costs(jl.LlamaModel(TINY), costs)
+    costs = {1: 1.0, 4: 1.1, 8: 1.1, 16: 1.2, 32: of_32}
+    if of_120 is not None:
+        costs |= {56: (of_32 + of_120) / 2 - 0.3 * (wide == jl.Recycling(56)), 120: of_120}
+    measured = []
+
+    def measure(model, params, rows=tuning._ROWS):
+        measured.extend(rows)
+        return tuple((num, costs[num]) for num in rows)
+
+    monkeypatch.setattr(tuning, "measure_costs", measure)
+    strategy = jl.tune(tiny_params(0), TINY)
     assert [num for num, _ in strategy.costs] == rows
+    assert strategy.wide == wide
+    assert measured == [*costs], "many rows are measured where they may pay alone"
+    assert jl.tune(tiny_params(0), TINY) == strategy
+    assert measured == [*costs], "once"
 
 
 def test_noise_never_makes_more_rows_cheaper(monkeypatch):

@@ -137,6 +137,14 @@ def test_figures_in_one_line_and_input_from_a_pipe(model, tmp_path, expected):
     assert result.stdout.count("\n") == 1 and result.stderr == ""
 
 
+def test_rows_divided_over_devices(model, prompts, tmp_path, expected):
+    command = [sys.executable, "-m", "jlookahead", *arguments(model, prompts, tmp_path / "out")]
+    devices = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
+    options = ["--mesh", "data=4", "--batch-size", "16"]
+    subprocess.run([*command, *options], check=True, env=devices, capture_output=True, timeout=600)
+    assert (tmp_path / "out" / "results.jsonl").read_text() == expected
+
+
 def test_no_prompts_give_no_results(model, tmp_path):
     file = write_lines(tmp_path / "prompts.jsonl", [])
     figures = json.loads(done(batch(model, file, tmp_path / "out", "--json")).stdout)
@@ -324,6 +332,8 @@ def test_a_bad_line_is_named_before_anything_runs(model, tmp_path, line, words):
         (["--batch-size", "0"], "batch_size: got 0"),
         (["--workers", "2"], "workers: is an option of --ray"),
         (["--ray", "--workers", "0"], "workers: got 0"),
+        (["--ray", "--mesh", "data=2"], "mesh: got data=2 with --ray"),
+        (["--mesh", "data=2"], "mesh: got data=2, which are 2 devices, there are 1"),
         (["--window", "3"], "window: is an option of lookahead"),
         (["--top-p", "2"], "top_p: got 2"),
         (["--repetition-penalty", "0"], "penalty: got 0"),

@@ -76,9 +76,10 @@ def test_main_job_end_to_end():
 def test_option_defaults_are_the_library_s():
     defaults = {p.name: p.default for p in inspect.signature(command).parameters.values()}
     library = dataclasses.asdict(jl.Sampling())
-    library |= {name: getattr(jl.Config(), name) for name in ("max_new_tokens", "min_new_tokens")}
+    own = ("max_new_tokens", "min_new_tokens", "publish")
+    library |= {name: getattr(jl.Config(), name) for name in own}
     shared = defaults.keys() & library.keys()
-    assert len(shared) == 8
+    assert len(shared) == 9
     assert {name: defaults[name] for name in shared} == {name: library[name] for name in shared}
     for name in ("window", "ngram", "candidates", "max_ngram", "num_draft_tokens", "block", "rows"):
         assert defaults[name] is None
@@ -333,11 +334,18 @@ def test_chat_errors_are_one_line_and_status_2(arguments, words):
 
 def test_tune(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    steep = {1: 1.0, 2: 1.5, 4: 1.6, 8: 2.0, 16: 4.0, 32: 8.0, 64: 16.0, 128: 32.0}
+    steep = {1: 1.0, 2: 1.5, 4: 1.6, 8: 2.0, 16: 4.0, 32: 8.0, 56: 14.0, 120: 30.0}
     flat = {**dict.fromkeys(steep, 1.1), 1: 1.0}
     for curve, words in (
-        (steep, "windows and trees promise less"),
-        (flat, "recycling(rows=56); "),
+        (
+            steep,
+            "windows and trees promise less. Of lookahead's windows: lookahead, W,N,G = 4,5,4.",
+        ),
+        (
+            flat,
+            "--strategy auto; its 100 drafts are those of recycling(rows=120). Of lookahead's "
+            "windows: lookahead, W,N,G = 15,5,15.",
+        ),
     ):
         monkeypatch.setattr(
             tuning,
@@ -346,16 +354,18 @@ def test_tune(monkeypatch, tmp_path):
         )
         shown = CliRunner().invoke(app, ["tune"])
         assert shown.exit_code == 0, shown.output
-        assert f"{curve[64]:.2f}" in shown.stdout and words in " ".join(shown.stdout.split())
+        assert f"{curve[56]:.2f}" in shown.stdout and words in " ".join(shown.stdout.split())
         output = json.loads(CliRunner().invoke(app, ["tune", "--json"]).stdout)
-        assert output["costs"][-1] == [128, curve[128]]
+        assert output["costs"][-1] == [120, curve[120]]
         assert output["expected_speed"]["Recycling(rows=32)"] == pytest.approx(
             2.58 / curve[32], abs=1e-3
         )
-        assert ("Recycling" in output["recommended"]) == (curve is flat)
+        assert output["recommended"].startswith("Auto(")
+        assert output["auto_wide"] == ("Recycling(rows=120)" if curve is flat else None)
+        assert output["auto_costs"][-1] == ([120, 1.1] if curve is flat else [16, 4.0])
+        assert output["auto_drafts"][:2] == ([100, 100] if curve is flat else [0, 0])
         (file,) = tmp_path.glob("*/*")
-        longest = 32 if curve is flat else 16
-        assert json.loads(file.read_text())[-1] == [longest, curve[longest]]
+        assert json.loads(file.read_text()) == output["costs"]
 
 
 # Text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import TINY, tiny_params
+from models import LeakProbe
 
 import jlookahead as jl
 from jlookahead.call import prepare
@@ -123,23 +123,22 @@ def test_the_shards_of_the_official_implementation(path):
 )
 def test_odd_numbers_of_devices(strategy, sampling):
     """Three and five devices give the tokens and rounds of one, and agree in all they hold."""
-    cfg = jl.Config(model=TINY, strategy=strategy, sampling=sampling, max_new_tokens=24)
-    params = tiny_params(0)
-    call = prepare(params, [[5, 6, 7, 5, 6], [9, 3, 9, 3]], cfg)
+    cfg = jl.Config(strategy=strategy, sampling=sampling, max_new_tokens=24)
+    call = prepare(None, [[5, 6, 7, 5, 6], [9, 3, 9, 3]], cfg, model=LeakProbe(vocab_size=11))
 
     @functools.partial(jax.jit, static_argnums=0)
     def decoded(num_devices, state):
-        run = functools.partial(_run_rounds, call.model, strategy, num_devices, params)
+        run = functools.partial(_run_rounds, call.model, strategy, num_devices, None)
         if num_devices == 1:
             return run(state, 99)
         return jax.vmap(lambda _: run(state, 99), axis_name=LOOKAHEAD, axis_size=num_devices)(
             np.arange(num_devices)
         )
 
-    expected = decoded(1, start(call, params))
+    expected = decoded(1, start(call, None))
     assert (expected.num_rounds < 24).any()
     for num_devices in (3, 5):
-        states = decoded(num_devices, start(call, params))
+        states = decoded(num_devices, start(call, None))
         for name in ("tokens", "num_rounds", "source", "length", "window", "pool"):
             of_one = jax.tree.leaves(getattr(expected, name))
             for leaf, one in zip(jax.tree.leaves(getattr(states, name)), of_one, strict=True):

@@ -102,6 +102,11 @@ def test_the_tensor_axis_takes_two_sums_a_layer(found):
     assert all(np.prod(shape) <= 4 for _, shape in gathered), gathered
 
 
+def test_many_prompts_through_the_batch_of_a_mesh(found):
+    assert found["many"] == mesh_cases.many(tiny_params(0, MODEL))
+    assert sorted(found["many"]) == [str(i) for i in range(7)]
+
+
 def test_refusals(found):
     assert found["refused"] == [
         "prompt: got 2 rows, must be a multiple of 4, the devices of the mesh along 'data'",

@@ -88,18 +88,30 @@ from jlookahead.checkpoints import converted
 from jlookahead.checkpoints.params import flat
 
 source, folder = sys.argv[1], sys.argv[2]
-meshes = {n: jax.make_mesh((n,), ("tensor",)) for n in (1, 4, 8)}
+meshes = {
+    "8": jax.make_mesh((8,), ("tensor",)),
+    "4": jax.make_mesh((4,), ("tensor",)),
+    "1": jax.make_mesh((1,), ("tensor",)),
+    "2x4": jax.make_mesh((2, 4), ("lookahead", "tensor")),
+    "4x2": jax.make_mesh((4, 2), ("lookahead", "tensor")),
+    "2x2x2": jax.make_mesh((2, 2, 2), ("data", "lookahead", "tensor")),
+    "data": jax.make_mesh((2,), ("data",)),
+}
 expected = flat(jl.load(source).params)
 from pathlib import Path
-for saved, restored in ((8, 1), (1, 4), (4, 8)):
+pairs = (
+    ("8", "1"), ("1", "4"), ("4", "8"),
+    ("8", "2x4"), ("2x4", "4x2"), ("4x2", "2x2x2"), ("2x2x2", "data"), ("data", "8"),
+)
+for saved, restored in pairs:
     lm = jl.load(source, mesh=meshes[saved])
-    target = Path(folder) / f"from-{saved}"
+    target = Path(folder) / f"from-{saved}-to-{restored}"
     target.mkdir()
     converted.write_params(flat(lm.params).items(), target)
     converted.write_manifest(lm.config, lm.tokenizer, lm.defaults, target)
     again = jl.load(target, mesh=meshes[restored])
     for name, leaf in flat(again.params).items():
-        assert len(leaf.sharding.device_set) == restored
+        assert len(leaf.sharding.device_set) == meshes[restored].size
         np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
     alone = jl.load(target)  # the default device
     assert all(len(leaf.sharding.device_set) == 1 for leaf in flat(alone.params).values())
@@ -142,12 +154,12 @@ def test_every_kind_of_parameter(sources, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_mesh_without_the_axis(sources):
+def test_a_mesh_with_another_axis(sources):
     import jax
 
     import jlookahead as jl
 
-    with pytest.raises(ValueError, match=r"mesh: got axes \('data',\), must have"):
-        jl.load(sources["hf"], mesh=jax.make_mesh((1,), ("data",)))
+    with pytest.raises(ValueError, match=r"mesh: got axes \('model',\), allowed are 'data'"):
+        jl.load(sources["hf"], mesh=jax.make_mesh((1,), ("model",)))
     with pytest.raises(ValueError, match="mesh: got 'x', allowed is a jax.sharding.Mesh"):
         jl.load(sources["hf"], mesh="x")

@@ -45,9 +45,10 @@ def load(
         dtype: of parameters and computation: `float32`, `bfloat16` or `float16`.
         quantize: `int8` for kernels in bytes, a scale per output channel; saves memory, not exact.
             None leaves the weights as they are.
-        mesh: with an axis `tensor`, over which the parameters are split; every device's part is
-            read for itself (of a GGUF file the whole tensor for every part). None for the default
-            device.
+        mesh: with an axis `tensor`, over which the parameters are split; every part is read for
+            itself (of a GGUF file the whole tensor for every part). It may span the devices of
+            several processes, each of which loads at the same time, sees the same files, and
+            reads what its own devices keep. None for the default device.
 
     Returns:
         the model, its configuration, tokenizer and generation defaults.

@@ -127,7 +127,7 @@ def _require_tied(tensors: Mapping[str, StoredTensor]) -> None:
 def read_params(
     matched: Mapping[str, StoredTensor], config: ModelConfig, progress: Progress, mesh: Mesh | None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Reads tensors one by one, each device's part for itself.
+    """Reads tensors one by one, of each the parts that this process's devices keep, each once.
 
     Args:
         matched: of `match_tensors`, all or some.
@@ -145,7 +145,7 @@ def read_params(
         tensor, leaf = matched[name], _abstract(config)[name]
         sharding = param_sharding(name, leaf.shape, config, mesh)
         read = functools.partial(_read_part, tensor, name.endswith("kernel"), leaf.dtype)
-        array = jax.make_array_from_callback(leaf.shape, sharding, read)
+        array = jax.make_array_from_callback(leaf.shape, sharding, _read_once(read))
         require_finite(array, str(tensor))
         yield from quantized(name, array, config, mesh)
 
@@ -185,6 +185,19 @@ def _read_part(tensor: StoredTensor, is_kernel: bool, dtype: np.dtype, index: In
     with np.errstate(over="ignore", invalid="ignore"):
         part = np.asarray(tensor.read(index[::-1] if is_kernel else index), dtype=dtype)
     return part.T if is_kernel else part
+
+
+def _read_once(read: Callable[[Index], np.ndarray]) -> Callable[..., np.ndarray]:
+    """`read`, for several devices that keep the same part."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def read_once(index: Index) -> np.ndarray:
+        key = tuple((axis.start, axis.stop) for axis in index)  # slices have no hash before 3.12
+        if key not in parts:
+            parts[key] = read(index)
+        return parts[key]
+
+    return read_once
 
 
 def require_finite(array: jax.Array, what: str) -> None:

@@ -12,10 +12,13 @@ import jlookahead
 from jlookahead.cli.batch import batch
 from jlookahead.cli.bench import bench
 from jlookahead.cli.chat import chat
+from jlookahead.cli.distributed import FAILED, fail
 from jlookahead.cli.generate import generate
 from jlookahead.cli.interrupt import exit_on_interrupt
 from jlookahead.cli.tune import tune
 from jlookahead.ray_batch import WorkerError
+
+USER_ERROR = 2
 
 
 class Commands(TyperGroup):
@@ -27,14 +30,11 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # the reader of a pipe left; typer ends quietly
             raise
         except (OSError, ValueError) as error:
-            typer.echo(f"error: {_describe(error)}", err=True)
-            raise typer.Exit(2) from None
-        except jax.errors.JaxRuntimeError as error:  # out of memory, most often
-            typer.echo(f"error: the device failed: {_describe(error)}", err=True)
-            raise typer.Exit(3) from None
+            fail(_describe(error), USER_ERROR)
+        except jax.errors.JaxRuntimeError as error:  # out of memory, or another process died
+            fail(f"the device failed: {_describe(error)}", FAILED)
         except WorkerError as error:
-            typer.echo(f"error: a worker failed: {_describe(error)}", err=True)
-            raise typer.Exit(3) from None
+            fail(f"a worker failed: {_describe(error)}", FAILED)
 
 
 def _describe(error: Exception) -> str:
@@ -81,8 +81,8 @@ def _options(
 def main() -> None:
     """Runs the command line.
 
-    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 3 (the device or
-    a worker failed), 130 (Ctrl-C).
+    Exit status: 0, 1 (not identical, or divergent in the audit), 2 (user error), 3 (the device,
+    another process or a worker failed), 130 (Ctrl-C).
     """
     exit_on_interrupt()
     app()

@@ -24,14 +24,16 @@ from jlookahead.checkpoints import LoadedModel, loading
 from jlookahead.checks import check_int
 from jlookahead.cli import options
 from jlookahead.cli.journal import RESULTS, Journal, locked_folder, open_journal
+from jlookahead.cli.mesh_option import make_mesh, parse_mesh
 from jlookahead.cli.prompt_options import BatchPrompt, encode_prompt, read_batch
 from jlookahead.cli.strategies import LOOKAHEAD, make_strategy, measured
 from jlookahead.config import Config
 from jlookahead.model import LlamaModel
+from jlookahead.sharding import mesh_of, num_row_groups
 from jlookahead.strategy import Strategy
 
 # Options that an answer does not depend on.
-_HOW_TO_RUN = ("input_file", "output", "batch_size", "on_ray", "workers", "as_json")
+_HOW_TO_RUN = ("input_file", "output", "batch_size", "mesh", "on_ray", "workers", "as_json")
 
 
 def batch(
@@ -49,6 +51,7 @@ def batch(
     ],
     model: options.Model = None,
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
     raw: options.Raw = False,
     strategy: options.StrategyName = LOOKAHEAD,
     window: options.Window = None,
@@ -91,6 +94,9 @@ def batch(
         check_int("workers", workers, 1)
         if not on_ray:
             raise ValueError("workers: is an option of --ray")
+    if on_ray and mesh is not None:
+        raise ValueError(f"mesh: got {mesh} with --ray, allowed is one or the other")
+    axes = parse_mesh(mesh)
     prompts = read_batch(input_file)
     cluster = ray_batch.connected() if on_ray else contextlib.nullcontext()
     with locked_folder(output), cluster:
@@ -99,7 +105,7 @@ def batch(
                 jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
                 lm = loading.load_without_params(model, dtype=dtype)
             else:
-                lm = options.load_showing(model, dtype, status.update)
+                lm = options.load_showing(model, dtype, make_mesh(axes), status.update)
             ids = _encode(prompts, lm, lm.make_config(strategy=drafts, **fields), raw)
             if not on_ray:
                 status.update("Measuring this device")
@@ -141,7 +147,8 @@ def _encode(
         except ValueError as error:
             raise ValueError(f"{each.where}: {error}") from None
     if rows:  # what is wrong with all of them
-        prepare(lm.params, rows[0], cfg, lm.tokenizer, model=LlamaModel(lm.config))
+        shown = rows[:1] * num_row_groups(mesh_of(lm.params))
+        prepare(lm.params, shown, cfg, lm.tokenizer, model=LlamaModel(lm.config))
     return rows
 
 
@@ -162,11 +169,13 @@ def _answer_here(
     missing: Mapping[int, list[int]], lm: LoadedModel, cfg: Config, batch_size: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     indices, rows = list(missing), list(missing.values())
+    step = num_row_groups(mesh_of(lm.params))
+    enough = max(step, -(-len(rows) // step) * step)
     results = generate_many(
         lm.params,
         rows,
         cfg,
-        batch_size=max(1, min(batch_size, len(rows))),
+        batch_size=min(batch_size, enough),
         tokenizer=lm.tokenizer,
         row_ids=indices,
     )

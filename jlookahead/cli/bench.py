@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jlookahead.call import prepare
-from jlookahead.cli import options
+from jlookahead.cli import distributed, options
 from jlookahead.cli.display import TITLES
+from jlookahead.cli.mesh_option import make_mesh, parse_mesh
 from jlookahead.cli.prompt_options import DEFAULT_PROMPT, encode_prompt, read_prompts
 from jlookahead.cli.strategies import AUTO, PLAIN, make_strategy, measured
 from jlookahead.measuring import (
@@ -32,6 +33,10 @@ from jlookahead.strategy import Autoregressive
 def bench(
     model: options.Model = None,
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
+    coordinator: distributed.Coordinator = None,
+    num_processes: distributed.NumProcesses = None,
+    process_id: distributed.ProcessId = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -48,6 +53,7 @@ def bench(
         ),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
+    publish: options.Publish = "broadcast",
     repeats: Annotated[int, typer.Option(help="Turns of every strategy; medians count.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -62,9 +68,13 @@ def bench(
     names = strategy or [AUTO, "prompt-lookup", "lookahead", "recycling"]
     chosen = {name: make_strategy(name, {}) for name in names if name != PLAIN}
     texts = read_prompts(prompts) if prompts is not None else [DEFAULT_PROMPT]
-    with Console(stderr=True).status("Loading") as status:
-        lm = options.load_showing(model, dtype, status.update)
-        cfg = lm.make_config(max_new_tokens=max_new_tokens, strategy=Autoregressive())
+    axes = parse_mesh(mesh)
+    distributed.connect(coordinator, num_processes, process_id)
+    with distributed.messages().status("Loading") as status:
+        lm = options.load_showing(model, dtype, make_mesh(axes), status.update)
+        cfg = lm.make_config(
+            max_new_tokens=max_new_tokens, strategy=Autoregressive(), publish=publish
+        )
         rows = []
         for i, text in enumerate(texts):
             try:
@@ -74,15 +84,23 @@ def bench(
                 raise ValueError(f"prompt {i + 1}: {error}") from None
         status.update("Measuring this device")
         chosen = {name: measured(each, lm) for name, each in chosen.items()}
+        distributed.require_same((rows, chosen, cfg, repeats), lm.params)
         compared = []
         for i, row in enumerate(rows):
             status.update(f"Prompt {i + 1} of {len(rows)}")
             compared.append(
-                compare_speed(lm, row, chosen, max_new_tokens=max_new_tokens, repeats=repeats)
+                compare_speed(
+                    lm,
+                    row,
+                    chosen,
+                    max_new_tokens=max_new_tokens,
+                    repeats=repeats,
+                    publish=publish,
+                )
             )
         status.update("Profiling")
         phases = {
-            name: time_by_phase(lm, rows[0], each, max_new_tokens=max_new_tokens)
+            name: time_by_phase(lm, rows[0], each, max_new_tokens=max_new_tokens, publish=publish)
             for name, each in {PLAIN: Autoregressive(), **chosen}.items()
         }
     figures = {name: _figures(name, compared, phases[name]) for name in chosen}

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from jlookahead.cli import options
+from jlookahead.cli.mesh_option import make_mesh, parse_mesh
 from jlookahead.cli.strategies import LOOKAHEAD, make_strategy, measured
 from jlookahead.config import Sampling
 from jlookahead.session import Session
@@ -20,6 +21,7 @@ def chat(
         str, typer.Option(help="A model with a chat template; see jlookahead generate.")
     ],
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     strategy: options.StrategyName = LOOKAHEAD,
     window: options.Window = None,
@@ -39,8 +41,9 @@ def chat(
     """Chat: every line of standard input is a message. Ends with the input."""
     drafts = make_strategy(strategy, ctx.params)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    axes = parse_mesh(mesh)
     with Console(stderr=True).status("Loading") as status:
-        lm = options.load_showing(model, dtype, status.update)
+        lm = options.load_showing(model, dtype, make_mesh(axes), status.update)
         status.update("Measuring this device")
         drafts = measured(drafts, lm)
     if not getattr(lm.tokenizer, "chat_template", None):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -15,7 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from jlookahead.auditing import Audit, audit, check_sampling
-from jlookahead.cli import display, options, runs
+from jlookahead.cli import display, distributed, options, runs
+from jlookahead.cli.mesh_option import make_mesh, parse_mesh
 from jlookahead.cli.prompt_options import encode_prompt, read_prompt
 from jlookahead.cli.runs import Run
 from jlookahead.cli.strategies import LOOKAHEAD, PLAIN, make_strategy, measured
@@ -25,6 +25,10 @@ def generate(
     ctx: typer.Context,
     model: options.Model = None,
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
+    coordinator: distributed.Coordinator = None,
+    num_processes: distributed.NumProcesses = None,
+    process_id: distributed.ProcessId = None,
     prompt: Annotated[
         str | None, typer.Option(help="Text.", show_default="a few lines of Python")
     ] = None,
@@ -55,6 +59,7 @@ def generate(
     repetition_penalty: options.Repetition = 1.0,
     presence_penalty: options.Presence = 0.0,
     frequency_penalty: options.Frequency = 0.0,
+    publish: options.Publish = "broadcast",
     compare: Annotated[
         bool | None,
         typer.Option(
@@ -94,17 +99,20 @@ def generate(
     if raw and prompt_ids is not None:
         raise ValueError("raw: is an option of texts, got prompt_ids, which are taken as they are")
     text_or_ids = read_prompt(prompt, prompt_file, prompt_ids)
+    axes = parse_mesh(mesh)
+    distributed.connect(coordinator, num_processes, process_id)
 
     # A status on a stream that is no terminal shows nothing.
-    with Console(stderr=True).status("Loading") as status:
-        lm = options.load_showing(model, dtype, status.update)
+    with distributed.messages().status("Loading") as status:
+        lm = options.load_showing(model, dtype, make_mesh(axes), status.update)
         ids = encode_prompt(text_or_ids, lm, raw)
         status.update("Measuring this device")
         known[strategy] = measured(known[strategy], lm)
         configs = {
-            name: lm.make_config(strategy=known[name], logprobs=logprobs, **fields)
+            name: lm.make_config(strategy=known[name], logprobs=logprobs, publish=publish, **fields)
             for name in ([PLAIN, strategy] if compare else [strategy])
         }
+        distributed.require_same((ids, configs), lm.params)
         compile_seconds = {}
         for name, cfg in configs.items():
             status.update(f"Compiling {display.TITLES[name]}")
@@ -133,7 +141,8 @@ def generate(
             results = [_show_text(run, strategy)]
         audited = check(results[-1])
         if audited is not None:
-            print(_describe_audit(audited), file=sys.stdout if compare else sys.stderr)
+            console = Console(highlight=False) if compare else distributed.messages()
+            console.print(_describe_audit(audited), soft_wrap=True)
     is_clean = audited is None or audited.first_divergence is None
     if results[0].token_ids != results[-1].token_ids or not is_clean:
         raise typer.Exit(1)
@@ -197,5 +206,5 @@ def _show_text(run: Callable[[str, display.Show], Run], name: str) -> Run:
     """The text alone on stdout, fit for a pipe; its figures on stderr."""
     result = run(name, display.writer())
     print()
-    Console(stderr=True, highlight=False).print(display.summary(result), soft_wrap=True)
+    distributed.messages().print(display.summary(result), soft_wrap=True)
     return result

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from jax.sharding import Mesh as JaxMesh
 
 from jlookahead.checkpoints import LoadedModel
 from jlookahead.checkpoints.loading import load_with_progress
@@ -35,6 +36,20 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        help="Devices to share the work, by axis: data=2,lookahead=2,tensor=2.",
+        show_default="one device",
+    ),
+]
+Publish = Annotated[
+    str,
+    typer.Option(
+        help="How devices along lookahead come by accepted K/V: broadcast sends them, refeed "
+        "computes them with the next round."
+    ),
+]
 StrategyName = Annotated[str, typer.Option(help=f"One of {', '.join(strategies.NAMES)}.")]
 Window = Annotated[int | None, _of_strategies("window", "columns of the window.")]
 Ngram = Annotated[int | None, _of_strategies("ngram", "n-gram size.")]
@@ -90,7 +105,9 @@ def config_fields(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_showing(model: str | None, dtype: str, show: Callable[[str], object]) -> LoadedModel:
+def load_showing(
+    model: str | None, dtype: str, mesh: JaxMesh | None, show: Callable[[str], object]
+) -> LoadedModel:
     """Loads a model and calls `show` with a line on every tensor."""
 
     def progress(names: Sequence[str]) -> Iterator[str]:
@@ -98,4 +115,4 @@ def load_showing(model: str | None, dtype: str, show: Callable[[str], object]) -
             show(f"Loading tensor {i + 1} of {len(names)}")
             yield name
 
-    return load_with_progress(model, dtype=dtype, progress=progress)
+    return load_with_progress(model, dtype=dtype, mesh=mesh, progress=progress)

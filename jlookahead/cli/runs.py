@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jlookahead.agreement import of_first_process
 from jlookahead.checkpoints import LoadedModel
 from jlookahead.config import Config
 from jlookahead.decoding import generate
@@ -97,7 +98,7 @@ def measure(
         streamed.append(token)
         show(token)
     seconds = time.perf_counter() - start
-    if seconds <= SHORT_RUN:
+    if of_first_process(seconds, lm.params) <= SHORT_RUN:
         start = time.perf_counter()
         generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
         seconds = time.perf_counter() - start

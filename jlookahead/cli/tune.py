@@ -15,7 +15,8 @@ from rich.table import Table
 from jlookahead import acceptance, tuning
 from jlookahead.acceptance import LONGEST_MATCH, RIGHT_AT_FIRST
 from jlookahead.auto import Auto
-from jlookahead.cli import options
+from jlookahead.cli import distributed, options
+from jlookahead.cli.mesh_option import make_mesh, parse_mesh
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import LlamaModel
 from jlookahead.strategy import Strategy
@@ -32,6 +33,10 @@ _SHARE_OF_MATCH = np.array(
 def tune(
     model: options.Model = None,
     dtype: options.Dtype = "float32",
+    mesh: options.Mesh = None,
+    coordinator: distributed.Coordinator = None,
+    num_processes: distributed.NumProcesses = None,
+    process_id: distributed.ProcessId = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure what a round of several rows costs here, and say what that favours.
@@ -39,12 +44,14 @@ def tune(
     A round of many rows pays where it emits more tokens than it costs rounds of one row. What
     --strategy auto goes by is measured anew.
     """
-    with Console(stderr=True).status("Loading") as status:
-        lm = options.load_showing(model, dtype, status.update)
+    axes = parse_mesh(mesh)
+    distributed.connect(coordinator, num_processes, process_id)
+    with distributed.messages().status("Loading") as status:
+        lm = options.load_showing(model, dtype, make_mesh(axes), status.update)
         status.update("Measuring this device")
         network = LlamaModel(lm.config)
         costs = tuning.measure_costs(network, lm.params, _ROWS)
-        auto = tuning.keep_costs(network, costs)
+        auto = tuning.keep_costs(network, lm.params, costs)
     cost_of = dict(costs)
     expected: dict[Strategy, float] = {
         strategy: tokens / cost_of[strategy.layout.num_rows]
