@@ -109,6 +109,14 @@ def test_prompts_without_a_budget_and_no_prompts():
     assert answers({}, [], cfg, model=probe) == []
 
 
+def test_the_longest_prompt_decides_the_capacity_of_all():
+    prompts, cfg, probe = [[1, 2], [3] * 300, [4]], config(SMALL, max_new_tokens=8), LeakProbe(97)
+    for prompt, result in zip(
+        prompts, answers({}, prompts, cfg, batch_size=2, model=probe), strict=True
+    ):
+        assert result == jl.generate({}, prompt, cfg, model=probe)
+
+
 def test_programs_do_not_grow_with_the_prompts():
     params = tiny_params(0)
     cfg = config(jl.Autoregressive(), cache_len=300)  # a size that no other test has

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import jlookahead as jl
 from jlookahead.cli import app
+from jlookahead.cli.journal import open_journal
 
 BUDGET = 12
 LINES = [
@@ -201,6 +202,19 @@ def test_a_killed_job_goes_on(model, unfinished, expected, cut_off):
     assert json.loads(done(again).stdout)["num_found"] == 4
     assert (unfinished / "out" / "results.jsonl").read_text() == expected
     assert results(unfinished / "out")
+
+
+def test_a_line_that_was_cut_off_does_not_spoil_the_next_one(unfinished):
+    with (unfinished / "out" / "journal.jsonl").open("r+") as file:
+        label = json.loads(file.readline())
+        file.seek(0, os.SEEK_END)
+        file.write('{"index": 9, "ans')
+    missing = 9
+    with open_journal(unfinished / "out", label) as journal:
+        assert len(journal) == 4 and missing not in journal
+        journal.add(missing, {"token_ids": [1], "num_rounds": 1})
+    with open_journal(unfinished / "out", label) as journal:
+        assert len(journal) == 5 and missing in journal
 
 
 def test_answers_that_are_there_are_not_computed_again(model, unfinished, expected):
