@@ -121,7 +121,7 @@ def top2_gap(lm: jl.LoadedModel, ids: list[int]) -> float:
         jnp.array([ids]),
         jnp.arange(size)[None],
         jnp.tri(size, dtype=bool),
-        model.init_cache(1, 1),
+        model.init_cache(1, 0),
         jnp.zeros(1, jnp.int32),
     )
     second, first = np.sort(np.asarray(model.logits(lm.params, hidden[0, -1])))[-2:]

@@ -156,7 +156,7 @@ def _run(network: LlamaModel, params: Params, tokens: jax.Array) -> jax.Array:
         tokens,
         jnp.arange(tokens.shape[1])[None],
         jnp.tri(tokens.shape[1], dtype=bool),
-        network.init_cache(1, 1),
+        network.init_cache(1, 0),
         jnp.zeros(1, jnp.int32),
     )
     return network.logits(params, hidden)

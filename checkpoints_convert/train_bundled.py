@@ -108,10 +108,8 @@ def mean_loss(params: Params, batch: jax.Array, model: LlamaModel) -> jax.Array:
     rows, length = inputs.shape
     positions = jnp.broadcast_to(jnp.arange(length), inputs.shape)
     causal = jnp.tril(jnp.ones((length, length), bool))
-    # NumPy zeros are known while tracing: the loop over the empty cache vanishes, and with it
-    # the traced trip count that reverse-mode differentiation refuses.
-    lengths: Any = np.zeros(rows, np.int32)
-    cache = model.init_cache(rows, 1)
+    # Without slots there is no loop over the cache, which could not be differentiated.
+    cache, lengths = model.init_cache(rows, 0), jnp.zeros(rows, jnp.int32)
     hidden, _ = model.forward(params, inputs, positions, causal, cache, lengths)
     logits = model.logits(params, hidden)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

@@ -39,7 +39,7 @@ def attend(
         new_keys, new_values: `[B, K, Q, D]`, of the workspace.
         positions: `[B, Q]` int32, of the rows; a slot's position is its number.
         workspace_mask: `[Q, Q]` or `[B, Q, Q]` bool, True = row i attends to row j.
-        keys, values: `[B, K, S, D]`, of the prefix.
+        keys, values: `[B, K, S, D]`, of the prefix; S is 0 where there is none.
         lengths: `[B]` int32, committed slots.
         sliding_window: tokens back that a row attends to, itself included; None for all.
 
@@ -81,7 +81,7 @@ def attend(
 
     num_slots = keys.shape[2]
     chunk = min(PREFIX_CHUNK, num_slots)
-    if num_slots % chunk:
+    if num_slots and num_slots % chunk:
         raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")
 
     def add_chunk(index: jax.Array, carry: tuple) -> tuple:
@@ -103,9 +103,11 @@ def attend(
             out * shrink + weighted(p, v),
         )
 
-    first_chunk: int | jax.Array = 0
-    if sliding_window is not None:
-        first_chunk = jnp.maximum(positions.min() - sliding_window + 1, 0) // chunk
-    num_chunks = (lengths.max() + chunk - 1) // chunk
-    _, total, out = lax.fori_loop(first_chunk, num_chunks, add_chunk, carry)
+    if num_slots:
+        first_chunk: int | jax.Array = 0
+        if sliding_window is not None:
+            first_chunk = jnp.maximum(positions.min() - sliding_window + 1, 0) // chunk
+        num_chunks = (lengths.max() + chunk - 1) // chunk
+        carry = lax.fori_loop(first_chunk, num_chunks, add_chunk, carry)
+    _, total, out = carry
     return (out / total).astype(q.dtype).reshape(batch, kv_heads, group, num_rows, dim)

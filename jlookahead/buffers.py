@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,7 @@ from jax import lax
 _MAX_UNROLLED = 16
 
 
+@functools.partial(jax.jit, inline=True)  # traced once for all layers
 def write_rows(buffer: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
     """Writes `block` into `buffer` from `start [B]` along the slot axis, row by row.
 

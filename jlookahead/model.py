@@ -174,6 +174,16 @@ class DecoderLayer(nn.Module):
         return x + scale * MLP(self.config, name="mlp")(h), kv_rows
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _decoder_layer(config: ModelConfig, variables: Params, *inputs: jax.Array) -> Any:
+    """`DecoderLayer`, traced once for all layers.
+
+    Inline: its operations become the caller's, and the compiled program is, to the instruction,
+    that of layers traced one by one. A call in the program would change what XLA fuses, and sums.
+    """
+    return DecoderLayer(config, parent=None).apply(variables, *inputs)
+
+
 class Llama(nn.Module):
     """Embedding, decoder layers and final norm; the head is `LlamaModel.logits`."""
 
@@ -192,8 +202,12 @@ class Llama(nn.Module):
         new_kv = []
         for i in range(cfg.num_hidden_layers):
             layer = DecoderLayer(cfg, name=f"layers_{i}")
-            inputs = positions, workspace_mask, cache.keys[i], cache.values[i], lengths
-            x, kv_rows = layer(x, cos, sin, *inputs)
+            inputs = cos, sin, positions, workspace_mask, cache.keys[i], cache.values[i], lengths
+            if self.is_initializing():
+                x, kv_rows = layer(x, *inputs)
+            else:
+                with jax.named_scope(layer.name):
+                    x, kv_rows = _decoder_layer(cfg, layer.variables, x, *inputs)
             new_kv.append(kv_rows)
         return RMSNorm(cfg.rms_norm_eps, dtype, name="norm")(x), tuple(new_kv)
 
@@ -217,7 +231,7 @@ class LlamaModel:
         cfg = self.config
         body_key, head_key = jax.random.split(key)
         one = jnp.zeros((1, 1), jnp.int32)
-        cache, mask = self.init_cache(1, 1), jnp.ones((1, 1), bool)
+        cache, mask = self.init_cache(1, 0), jnp.ones((1, 1), bool)
         params = Llama(cfg).init(body_key, one, one, mask, cache, jnp.zeros(1, jnp.int32))["params"]
         if not cfg.tie_word_embeddings:
             shape, dtype = (cfg.hidden_size, cfg.vocab_size), jnp.dtype(cfg.dtype)
@@ -226,7 +240,11 @@ class LlamaModel:
 
     def abstract_params(self) -> Params:
         """Shape and dtype of every parameter, without computing any."""
-        return jax.eval_shape(lambda: self.init_params(jax.random.key(0)))
+        cfg = self.config
+        one_layer = LlamaModel(dataclasses.replace(cfg, num_hidden_layers=1))
+        params = jax.eval_shape(lambda: one_layer.init_params(jax.random.key(0)))
+        layer = params.pop("layers_0")
+        return {**{f"layers_{i}": layer for i in range(cfg.num_hidden_layers)}, **params}
 
     def check_params(self, params: Params) -> None:
         """Raises `ValueError` naming the first parameter that is not as the config wants it."""

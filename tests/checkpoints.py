@@ -294,7 +294,7 @@ def _logits(network: LlamaModel, params: Params, tokens: jax.Array) -> jax.Array
         tokens,
         jnp.broadcast_to(jnp.arange(num_tokens), tokens.shape),
         jnp.tri(num_tokens, dtype=bool),
-        network.init_cache(batch, 1),
+        network.init_cache(batch, 0),
         jnp.zeros(batch, jnp.int32),
     )
     return network.logits(params, hidden)

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jlookahead as jl
@@ -33,6 +34,47 @@ def tiny_params(seed: int, config: jl.ModelConfig = TINY):
     """Random weights, large enough that greedy text is neither constant nor near a tie."""
     params = jl.LlamaModel(config).init_params(jax.random.key(seed))
     return jax.tree.map(lambda w: (w * 10).astype(w.dtype) if w.ndim == 2 else w, params)
+
+
+def float64_logits(params, config: jl.ModelConfig, text) -> np.ndarray:
+    """`[T, V]` of a LLaMA in NumPy's float64, which no order of summation changes by 1e-12.
+
+    Not PyTorch's: transformers computes norms and rotations in float32 whatever the dtype.
+    """
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    size, dim = len(text), config.head_dim
+    angles = np.arange(size)[:, None] * config.rope.theta ** (-np.arange(0, dim, 2) / dim)
+    cos, sin = np.cos(angles), np.sin(angles)
+    visible = np.tri(size, dtype=bool)
+
+    def norm(x, weight):
+        return weight * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
+
+    def rotated(x):
+        real, imaginary = np.split(x, 2, axis=-1)
+        return np.concatenate([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+
+    x = params["embed_tokens"]["weight"][np.asarray(text)]
+    for i in range(config.num_hidden_layers):
+        layer = params[f"layers_{i}"]
+        attn, mlp = (
+            {name: linear["kernel"] for name, linear in layer[part].items()}
+            for part in ("self_attn", "mlp")
+        )
+        h = norm(x, layer["input_layernorm"]["weight"])
+        q, k, v = (
+            (h @ attn[name]).reshape(size, -1, dim).transpose(1, 0, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        k, v = (np.repeat(heads, len(q) // len(k), axis=0) for heads in (k, v))
+        scores = rotated(q) @ rotated(k).transpose(0, 2, 1) / np.sqrt(dim)
+        weights = np.where(visible, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+        out = weights / weights.sum(axis=-1, keepdims=True) @ v
+        x = x + out.transpose(1, 0, 2).reshape(size, -1) @ attn["o_proj"]
+        h = norm(x, layer["post_attention_layernorm"]["weight"])
+        gate = h @ mlp["gate_proj"]
+        x = x + gate / (1 + np.exp(-gate)) * (h @ mlp["up_proj"]) @ mlp["down_proj"]
+    return norm(x, params["norm"]["weight"]) @ params["lm_head"]["kernel"]
 
 
 def hf_llama(params, config: jl.ModelConfig):

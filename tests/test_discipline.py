@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 
@@ -13,6 +14,7 @@ from models import TINY, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead import decoding
+from jlookahead import model as network
 from jlookahead.buffers import _MAX_UNROLLED
 from jlookahead.call import prepare
 from jlookahead.decoding import run_rounds, start
@@ -113,6 +115,27 @@ def test_nothing_compiles_after_warm_up():
         list(jl.stream(params, [7] * 40, config(0.5)))
     assert count[0] == 0
     assert run_rounds._cache_size() == loops + 2, "one program for greedy, one for sampled text"
+
+
+def test_a_layer_is_traced_once_for_all(monkeypatch):
+    """And leaves no call in the program, which would change what XLA fuses, and so sums."""
+    traced, attend = [], network.attend
+
+    def counted(*args):
+        traced.append(args)
+        return attend(*args)
+
+    monkeypatch.setattr(network, "attend", counted)
+    model = jl.LlamaModel(dataclasses.replace(TINY, num_hidden_layers=5))
+    row = jax.ShapeDtypeStruct((1, 3), np.int32)
+    mask, length = jax.ShapeDtypeStruct((3, 3), bool), jax.ShapeDtypeStruct((1,), np.int32)
+    cache = jax.eval_shape(lambda: model.init_cache(1, 16))
+    args = model.abstract_params(), row, row, mask, cache, length
+    traced.clear()  # of the parameters' shapes
+    program = jax.make_jaxpr(model.forward)(*args)
+    assert len(traced) == 1
+    # Each layer's loop over the cache stands in the program itself.
+    assert sum(eqn.primitive.name == "while" for eqn in program.eqns) == 5
 
 
 def test_warm_up_refuses_what_calls_would_refuse():

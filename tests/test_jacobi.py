@@ -41,7 +41,7 @@ def causal_program(config: jl.ModelConfig):
     def run(params, tokens):
         positions = jnp.broadcast_to(index, tokens.shape)
         none = jnp.zeros(len(tokens), jnp.int32)
-        cache = model.init_cache(len(tokens), 1)
+        cache = model.init_cache(len(tokens), 0)
         causal = index[:, None] >= index
         return model.logits(
             params, model.forward(params, tokens, positions, causal, cache, none)[0]
