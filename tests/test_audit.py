@@ -33,8 +33,15 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("strategy", [jl.Lookahead(5, 4, 3), jl.PromptLookup()], ids=str)
+@pytest.mark.parametrize(
+    "strategy, law",
+    [
+        (jl.Lookahead(5, 4, 3), "greedy"),
+        (jl.PromptLookup(), "sampled"),
+        (jl.Lookahead(5, 4, 3), "penalised"),
+    ],
+    ids=str,
+)
 def test_generated_texts_are_clean(strategy, law):
     params = tiny_params(1)
     cfg = jl.Config(model=TINY, strategy=strategy, max_new_tokens=150, logprobs=True, **LAWS[law])
@@ -53,7 +60,7 @@ def test_a_changed_token_is_found_where_it_is(law, where):
     """And what comes behind it is judged behind it, by the choice of a generation from there."""
     params = tiny_params(1)
     cfg = jl.Config(model=TINY, max_new_tokens=30, **LAWS[law])
-    tokens = jl.generate(params, PROMPT, cfg).tokens
+    tokens = plain(params, PROMPT, cfg).tokens
     where %= len(tokens)
     clean = jl.audit(params, PROMPT, tokens, cfg)
     changed = list(tokens)
@@ -66,7 +73,7 @@ def test_a_changed_token_is_found_where_it_is(law, where):
     if law != "penalised" and where + 1 < len(tokens):
         forced = PROMPT + changed[: where + 1]
         one = dataclasses.replace(cfg, max_new_tokens=1)
-        assert audited.choices[where + 1] == jl.generate(params, forced, one).tokens[0]
+        assert audited.choices[where + 1] == plain(params, forced, one).tokens[0]
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 63, 64, 65, 128, 129, 200])
@@ -101,7 +108,7 @@ def test_margins_are_those_of_the_processed_logits():
 def test_rows_of_a_batch_are_audited_by_their_ids():
     params, prompts, row_ids = tiny_params(0), [[1], [2, 3], [4]], [5, 0, 2]
     cfg = jl.Config(model=TINY, sampling=jl.Sampling(temperature=1.0), max_new_tokens=20)
-    out = jl.generate(params, prompts, cfg, row_ids=row_ids)
+    out = plain(params, prompts, cfg, row_ids=row_ids)
     for prompt, tokens, row_id in zip(prompts, out.tokens, row_ids, strict=True):
         assert jl.audit(params, prompt, tokens, cfg, row_id=row_id).first_divergence is None
         other = jl.audit(params, prompt, tokens, cfg, row_id=row_id + 1)
@@ -111,7 +118,7 @@ def test_rows_of_a_batch_are_audited_by_their_ids():
 def test_ends_are_not_judged():
     params = tiny_params(0)
     cfg = jl.Config(model=TINY, max_new_tokens=40)
-    tokens = jl.generate(params, PROMPT, cfg).tokens
+    tokens = plain(params, PROMPT, cfg).tokens
     short = jl.Config(model=TINY, max_new_tokens=2, eos_token_ids=(tokens[3],), cache_len=6)
     assert jl.audit(params, PROMPT, np.array(tokens), short).first_divergence is None
     nothing = jl.audit(params, PROMPT, [], cfg)

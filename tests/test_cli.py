@@ -27,6 +27,9 @@ from jlookahead.processors import FrequencyPenalty, PresencePenalty, RepetitionP
 NO_TOKENIZER = str(golden.GOLDEN / "tiny_model")
 BUDGET = 24
 PLAIN = ("--strategy", "autoregressive")
+# Small rounds, for what does not depend on their size.
+SMALL = ("--window", "3", "--ngram", "3", "--candidates", "2")
+SMALL_LOOKAHEAD = jl.Lookahead(3, 3, 2)
 GREEN = "\x1b[32m"
 
 
@@ -183,11 +186,13 @@ def test_strategies_by_name(lm, expected, options, strategy, monkeypatch):
 
 def test_penalties_and_ends_reach_the_library(lm):
     output = invoke_json(
+        *SMALL,
         *("--repetition-penalty", "1.3", "--presence-penalty", "0.2"),
         *("--frequency-penalty", "0.1", "--min-new-tokens", "9", "--stop", "zebra"),
         *("--stop", "(", "--audit", "--compare", "--verify", "coupled"),
     )
     cfg = lm.make_config(
+        strategy=SMALL_LOOKAHEAD,
         max_new_tokens=BUDGET,
         min_new_tokens=9,
         stop_strings=("zebra", "("),
@@ -208,24 +213,26 @@ def test_penalties_and_ends_reach_the_library(lm):
 
 
 def test_residual_sampling(lm):
-    options = ("--temperature", "1", "--seed", "2", "--verify", "residual")
+    options = (*SMALL, "--temperature", "1", "--seed", "2", "--verify", "residual")
     cfg = lm.make_config(
-        sampling=jl.Sampling(1.0, seed=2, verify="residual"), max_new_tokens=BUDGET
+        strategy=SMALL_LOOKAHEAD,
+        sampling=jl.Sampling(1.0, seed=2, verify="residual"),
+        max_new_tokens=BUDGET,
     )
     out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
     assert invoke_json(*options)["token_ids"] == out.tokens
 
 
 def test_logprobs_are_the_librarys(lm):
-    cfg = lm.make_config(max_new_tokens=BUDGET, logprobs=True)
+    cfg = lm.make_config(strategy=SMALL_LOOKAHEAD, max_new_tokens=BUDGET, logprobs=True)
     out = jl.generate(lm.params, prompt_options.DEFAULT_PROMPT, cfg, tokenizer=lm.tokenizer)
-    assert invoke_json("--logprobs")["logprobs"] == out.logprobs
+    assert invoke_json("--logprobs", *SMALL)["logprobs"] == out.logprobs
     assert invoke_json()["logprobs"] is None
 
 
 def test_a_budget_of_zero():
     assert invoke_json("--max-new-tokens", "0")["logprobs"] is None
-    assert invoke_json("--max-new-tokens", "0", "--logprobs")["logprobs"] == []
+    assert invoke_json("--max-new-tokens", "0", "--logprobs", *SMALL)["logprobs"] == []
     output = invoke_json("--max-new-tokens", "0")
     assert (output["token_ids"], output["num_rounds"], output["finish_reason"]) == ([], 0, "length")
 
@@ -249,7 +256,7 @@ def test_every_way_to_give_a_prompt(lm, tmp_path):
 
 
 def test_a_model_without_a_tokenizer():
-    arguments = ("--model", NO_TOKENIZER, "--prompt-ids", "5,6,7", "--max-new-tokens", "6")
+    arguments = ("--model", NO_TOKENIZER, "--prompt-ids", "5,6,7", "--max-new-tokens", "6", *SMALL)
     output = invoke_json(*arguments)
     assert output["text"] is None
     result = invoke(*arguments, "--no-compare")
@@ -257,7 +264,7 @@ def test_a_model_without_a_tokenizer():
 
 
 def test_a_chat_model_gets_its_template_unless_raw(chat_model):
-    arguments = ("--model", chat_model, "--prompt", "the cat")
+    arguments = ("--model", chat_model, "--prompt", "the cat", *PLAIN)
     wrapped, raw = invoke_json(*arguments), invoke_json(*arguments, "--raw")
     assert wrapped["prompt_tokens"] == raw["prompt_tokens"] + 2  # <s> and </s>
 
@@ -280,14 +287,13 @@ def chat(*arguments: str, stdin: str) -> Result:
 
 def test_chat_answers_every_line(chat_model):
     lm = jl.load(chat_model)
-    strategy = jl.Lookahead(window=4)
     sampling = jl.Sampling(0.5, seed=3)
-    cfg = lm.make_config(strategy=strategy, sampling=sampling, max_new_tokens=9)
+    cfg = lm.make_config(strategy=SMALL_LOOKAHEAD, sampling=sampling, max_new_tokens=9)
     session = jl.Session(lm.params, cfg, tokenizer=lm.tokenizer)
     session.messages.append({"role": "system", "content": "sat"})
     answers = [session.send(text).text for text in ("the cat", "the hat")]
     result = chat(
-        *("--model", chat_model, "--max-new-tokens", "9", "--window", "4", "--system", "sat"),
+        *("--model", chat_model, "--max-new-tokens", "9", *SMALL, "--system", "sat"),
         *("--temperature", "0.5", "--seed", "3"),
         stdin="the cat\n\nthe hat",
     )
@@ -300,14 +306,15 @@ def test_chat_answers_every_line(chat_model):
 
 
 def test_chat_with_a_budget_of_zero(chat_model):
-    result = chat("--model", chat_model, "--max-new-tokens", "0", stdin="the cat\n")
+    result = chat("--model", chat_model, "--max-new-tokens", "0", *PLAIN, stdin="the cat\n")
     assert (result.exit_code, result.stdout) == (0, "\n")
     assert result.stderr.startswith("0 new tokens in 0 rounds")
 
 
 def test_a_bad_line_does_not_end_a_chat(chat_model):
     too_long = "the cat " * 3000
-    result = chat("--model", chat_model, "--max-new-tokens", "3", stdin=f"{too_long}\nthe cat\n")
+    arguments = ("--model", chat_model, "--max-new-tokens", "3", *PLAIN)
+    result = chat(*arguments, stdin=f"{too_long}\nthe cat\n")
     assert result.exit_code == 0
     refused, figures = result.stderr.splitlines()
     assert refused.startswith("error: max_new_tokens: got 3 after a prompt of")

@@ -20,6 +20,7 @@ from jlookahead.call import prepare
 from jlookahead.decoding import run_rounds, start
 
 STRATEGIES = [jl.Autoregressive(), jl.Lookahead(5, 4, 3)]
+TWO_SIZES = jl.Auto(((1, 1.0), (4, 1.5)))  # a loop within the loop for each of two sizes of rounds
 BATCHES = [[[1, 2, 3]], [[1, 2, 3], [4], [5] * 9]]
 
 
@@ -75,8 +76,8 @@ def test_programs_compile_once_per_bucket():
         warm = count[0]
         programs = decoding.run_rounds._cache_size(), decoding._start._cache_size()
         assert (programs[0] - before[0], programs[1] - before[1]) == (2, 6)
-        # Lengths up to one bucket's end, budgets within one cache bucket.
-        for length in range(1, 41):
+        # Lengths at both ends of the prefill buckets, budgets within one cache bucket.
+        for length in (1, 2, 15, 16, 17, 18, 31, 32, 33, 34, 40):
             for budget in (1, 10, 100, 150, 200):
                 run(
                     length,
@@ -89,13 +90,13 @@ def test_programs_compile_once_per_bucket():
 
 
 def test_nothing_compiles_after_warm_up():
-    params, lengths, counts = tiny_params(0), range(1, 41), []
+    params, counts = tiny_params(0), []
 
     def config(temperature, budget=100):
         sampling = jl.Sampling(temperature=temperature)
         return jl.Config(
             model=TINY,
-            strategy=jl.Auto(((1, 1.0), (4, 1.5))),
+            strategy=TWO_SIZES,
             max_new_tokens=budget,
             cache_len=300,
             sampling=sampling,
@@ -105,11 +106,12 @@ def test_nothing_compiles_after_warm_up():
     loops = run_rounds._cache_size()
     for cfg in (config(0.0), config(1.0)):
         with count_compilations() as count:
-            jl.warmup(params, cfg, lengths)
+            jl.warmup(params, cfg, range(1, 41))
         counts.append(count[0])
     assert min(counts) >= 4, "three prefill buckets and the loop"
     with count_compilations() as count:
         temperatures = itertools.cycle([0.0, 0.5, 1.3])
+        lengths = (1, 2, 16, 17, 32, 33, 40)  # both ends of the prefill buckets
         for length, budget in itertools.product(lengths, (0, 1, 7, 30, 250)):
             jl.generate(params, [7] * length, config(next(temperatures), budget))
         list(jl.stream(params, [7] * 40, config(0.5)))
@@ -191,7 +193,7 @@ def test_a_generation_is_two_dispatches(monkeypatch):
 
 
 @pytest.mark.parametrize("prompts", BATCHES, ids=["one", "batch"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, jl.Auto()], ids=["plain", "lookahead", "auto"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, TWO_SIZES], ids=["plain", "lookahead", "auto"])
 def test_the_cache_is_written_in_place(strategy, prompts):
     compiled, state = compile_round_loop(strategy, prompts)
     shape = ",".join(map(str, state.cache.keys[0].shape))

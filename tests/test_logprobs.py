@@ -14,11 +14,16 @@ PROMPTS = [[5, 9, 5], [7], [1, 2, 3, 4] * 4]
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [jl.Autoregressive(), jl.Lookahead(4, 3, 3), jl.PromptLookup(), jl.Recycling(16)],
-    ids=lambda s: type(s).__name__,
+    "strategy, temperature",
+    [
+        (jl.Autoregressive(), 0.0),
+        (jl.Autoregressive(), 0.7),
+        (jl.Lookahead(4, 3, 3), 0.0),
+        (jl.PromptLookup(), 0.7),
+        (jl.Recycling(16), 0.0),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_equal_a_teacher_forced_forward(strategy, temperature):
     params = tiny_params(0)
     cfg = jl.Config(
@@ -41,5 +46,10 @@ def test_equal_a_teacher_forced_forward(strategy, temperature):
 
 def test_are_none_unless_asked_for():
     assert (
-        jl.generate(tiny_params(0), [1], jl.Config(model=TINY, max_new_tokens=3)).logprobs is None
+        jl.generate(
+            tiny_params(0),
+            [1],
+            jl.Config(model=TINY, strategy=jl.Autoregressive(), max_new_tokens=3),
+        ).logprobs
+        is None
     )

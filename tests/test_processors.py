@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import TINY, hf_llama, plain, tiny_params
+from models import TINY, TableModel, hf_llama, plain, tiny_params
 
 import jlookahead as jl
 from jlookahead import decoding
@@ -41,7 +41,9 @@ STRATEGIES = [
     jl.Recycling(14),
     jl.Jacobi(5),
 ]
-PENALTIES = (RepetitionPenalty(1.3), FrequencyPenalty(0.7), PresencePenalty(0.5))
+# A Markov chain, so that all else that a choice depends on is what the processors see.
+CHAIN = TableModel(VOCAB)
+TABLE = 3 * jax.random.normal(jax.random.key(0), (VOCAB, VOCAB))
 PROMPTS = [[1, 2, 3, 1, 2], [50], [7, 8] * 5]
 
 
@@ -133,47 +135,52 @@ def test_allowed_ids_are_the_others_of_banned_ones():
 
 # --- in generation --------------------------------------------------------------------------
 
-SETS = {
-    "penalties": PENALTIES,
-    "strong repetition": (RepetitionPenalty(4.0),),
-    "favoured repetition": (FrequencyPenalty(-0.4), RepetitionPenalty(0.8)),
-    "sets": (BannedTokens((0, 3, 96)), AllowedTokens(tuple(range(1, 30))), LogitBias(((5, 3.0),))),
-    "parity": (ban_by_parity,),
-    "hash": (prefer_by_hash, FrequencyPenalty(0.3)),
+GREEDY, SAMPLED = jl.Sampling(), jl.Sampling(temperature=0.4, top_k=9, top_p=0.9, seed=3)
+
+
+def penalties(repetition: float, frequency: float, presence: float) -> tuple:
+    return RepetitionPenalty(repetition), FrequencyPenalty(frequency), PresencePenalty(presence)
+
+
+# Every strategy twice, greedy and sampled. The three penalties share their programs.
+CASES = {
+    "penalties": (penalties(1.3, 0.7, 0.5), SAMPLED, STRATEGIES[::2]),
+    "strong repetition": (penalties(4.0, 0.0, 0.0), SAMPLED, STRATEGIES[::2]),
+    "favoured repetition": (penalties(0.8, -0.4, 0.0), SAMPLED, STRATEGIES[::2]),
+    "sets": (
+        (BannedTokens((0, 3, 96)), AllowedTokens(tuple(range(1, 30))), LogitBias(((5, 3.0),))),
+        SAMPLED,
+        STRATEGIES[1::2],
+    ),
+    "parity": ((ban_by_parity,), GREEDY, STRATEGIES[::2]),
+    "hash": ((prefer_by_hash, FrequencyPenalty(0.3)), GREEDY, STRATEGIES[1::2]),
 }
 
 
 @functools.cache
 def bare_tokens(sampling: jl.Sampling) -> list[list[int]]:
-    cfg = jl.Config(model=TINY, sampling=sampling, max_new_tokens=40)
-    return plain(tiny_params(1), PROMPTS, cfg).tokens
+    cfg = jl.Config(sampling=sampling, max_new_tokens=40)
+    return plain(TABLE, PROMPTS, cfg, model=CHAIN).tokens
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_plain_decoding(name):
-    """Greedy and sampled, a batch of several lengths, with EOS ids held off for a while."""
-    params, processors = tiny_params(1), SETS[name]
-    strategies = STRATEGIES[list(SETS).index(name) % 2 :: 2]
+    """A batch of several lengths, with EOS ids held off for a while."""
+    processors, sampling, strategies = CASES[name]
+    cfg = jl.Config(sampling=sampling, processors=processors, max_new_tokens=40, min_new_tokens=8)
+    full = plain(TABLE, PROMPTS, cfg, model=CHAIN)
+    assert full.tokens != bare_tokens(sampling), "the processors change nothing"
+    eos = (full.tokens[0][3], full.tokens[1][9])
+    cfg = dataclasses.replace(cfg, eos_token_ids=eos)
+    expected = plain(TABLE, PROMPTS, cfg, model=CHAIN)
     tokens = rounds = 0
-    for sampling in (jl.Sampling(), jl.Sampling(temperature=0.4, top_k=9, top_p=0.9, seed=3)):
-        cfg = jl.Config(
-            model=TINY,
-            sampling=sampling,
-            processors=processors,
-            max_new_tokens=40,
-            min_new_tokens=8,
-        )
-        full = plain(params, PROMPTS, cfg)
-        assert full.tokens != bare_tokens(sampling), "the processors change nothing"
-        eos = (full.tokens[0][3], full.tokens[1][9])
-        cfg = dataclasses.replace(cfg, eos_token_ids=eos)
-        expected = plain(params, PROMPTS, cfg)
-        for strategy in strategies if sampling.temperature == 0 else strategies[:1]:
-            got = jl.generate(params, PROMPTS, dataclasses.replace(cfg, strategy=strategy))
-            assert got.tokens == expected.tokens
-            assert got.finish_reason == expected.finish_reason
-            tokens += sum(map(len, got.tokens))
-            rounds += sum(got.num_rounds)
+    for strategy in strategies:
+        cfg = dataclasses.replace(cfg, strategy=strategy)
+        got = jl.generate(TABLE, PROMPTS, cfg, model=CHAIN)
+        assert got.tokens == expected.tokens
+        assert got.finish_reason == expected.finish_reason
+        tokens += sum(map(len, got.tokens))
+        rounds += sum(got.num_rounds)
     # Penalties forbid the repetitions that some strategies live on, hence not for each alone.
     assert rounds < tokens, "no draft was accepted: a wrong context would not show"
 
@@ -181,8 +188,8 @@ def test_equals_plain_decoding(name):
 @pytest.mark.parametrize("strategy", [jl.Autoregressive(), *STRATEGIES[1:4]], ids=str)
 def test_a_processor_sees_the_exact_text(strategy):
     """The ids are those that Python finds by hashing the text, token after token."""
-    cfg = jl.Config(model=TINY, strategy=strategy, processors=(prefer_by_hash,), max_new_tokens=60)
-    out = jl.generate(tiny_params(0), PROMPTS, cfg)
+    cfg = jl.Config(strategy=strategy, processors=(prefer_by_hash,), max_new_tokens=60)
+    out = jl.generate(TABLE, PROMPTS, cfg, model=CHAIN)
     for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
         text = list(prompt)
         for _ in range(60):
@@ -198,13 +205,12 @@ def test_a_processor_sees_the_exact_text(strategy):
 def test_excluded_ids_are_never_sampled(verify):
     sampling = jl.Sampling(temperature=1.5, seed=4, verify=verify)
     cfg = jl.Config(
-        model=TINY,
         strategy=jl.Lookahead(5, 4, 3),
         sampling=sampling,
         processors=(AllowedTokens((3, 8, 20, 40)), BannedTokens((20,)), ban_by_parity),
         max_new_tokens=60,
     )
-    out = jl.generate(tiny_params(0), PROMPTS, cfg)
+    out = jl.generate(TABLE, PROMPTS, cfg, model=CHAIN)
     for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
         for position, token in enumerate(tokens, start=len(prompt)):
             assert token in ((8, 40) if position % 2 == 0 else (3,))
@@ -214,17 +220,15 @@ def test_excluded_ids_are_never_sampled(verify):
 @pytest.mark.parametrize("strategy", [jl.Autoregressive(), *STRATEGIES[1::2]], ids=str)
 def test_no_eos_before_the_least_number_of_tokens(strategy):
     """Every id is an EOS id but one: the row ends as soon as it may."""
-    params = tiny_params(2)
     for num in (0, 1, 2, 7, 12):
         cfg = jl.Config(
-            model=TINY,
             strategy=strategy,
             eos_token_ids=tuple(range(1, VOCAB)),
             min_new_tokens=num,
             max_new_tokens=12,
         )
-        out = jl.generate(params, PROMPTS, cfg)
-        assert out.tokens == plain(params, PROMPTS, cfg).tokens
+        out = jl.generate(TABLE, PROMPTS, cfg, model=CHAIN)
+        assert out.tokens == plain(TABLE, PROMPTS, cfg, model=CHAIN).tokens
         for tokens, reason in zip(out.tokens, out.finish_reason, strict=True):
             assert tokens[:num] == [0] * num
             assert len(tokens) > num or reason == "length"
@@ -277,25 +281,21 @@ class Favour:
 
 
 def test_new_numbers_compile_nothing():
-    params = tiny_params(0)
-
     def run(penalty, ids, token):
         cfg = jl.Config(
-            model=TINY,
+            strategy=STRATEGIES[0],
             max_new_tokens=20,
             eos_token_ids=(token,),
             min_new_tokens=token,
             processors=(
-                RepetitionPenalty(1.0 + penalty),
-                PresencePenalty(penalty),
-                FrequencyPenalty(penalty),
+                *penalties(1.0 + penalty, penalty, penalty),
                 BannedTokens(ids),
                 AllowedTokens(tuple(range(90 - len(ids)))),
                 LogitBias(tuple((i, penalty) for i in ids)),
                 Favour(token, 5 * penalty),
             ),
         )
-        out = jl.generate(params, [1, 2, 3], cfg)
+        out = jl.generate(TABLE, [1, 2, 3], cfg, model=CHAIN)
         return out.tokens, decoding.run_rounds._cache_size(), decoding._start._cache_size()
 
     first, *before = run(0.5, (4, 5), 3)
@@ -311,18 +311,17 @@ def test_a_call_makes_explicit_transfers_only():
         return logits + table
 
     cfg = jl.Config(
-        model=TINY,
+        strategy=STRATEGIES[0],
         max_new_tokens=10,
         eos_token_ids=(1,),
         min_new_tokens=2,
-        processors=(*PENALTIES, BannedTokens((1,)), Favour(3, 0.5), add_table),
+        processors=(*penalties(1.3, 0.7, 0.5), BannedTokens((1,)), Favour(3, 0.5), add_table),
         logprobs=True,
     )
-    params = tiny_params(0)
-    expected = jl.generate(params, [1, 2, 3], cfg)
+    expected = jl.generate(TABLE, [1, 2, 3], cfg, model=CHAIN)
     with jax.transfer_guard("disallow"):
-        assert jl.generate(params, [1, 2, 3], cfg) == expected
-        streamed = list(jl.stream(params, [1, 2, 3], cfg))
+        assert jl.generate(TABLE, [1, 2, 3], cfg, model=CHAIN) == expected
+        streamed = list(jl.stream(TABLE, [1, 2, 3], cfg, model=CHAIN))
     assert [s.token for s in streamed] == expected.tokens
 
 
@@ -337,6 +336,8 @@ def test_where_no_token_is_left_the_choice_is_still_an_id():
         jl.Sampling(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1),
         jl.Sampling(temperature=1.0, verify="residual"),
     ):
-        cfg = jl.Config(model=TINY, sampling=sampling, processors=(exclude_all,), max_new_tokens=5)
-        tokens = jl.generate(tiny_params(0), [1, 2, 3], cfg).tokens
+        cfg = jl.Config(
+            strategy=STRATEGIES[0], sampling=sampling, processors=(exclude_all,), max_new_tokens=5
+        )
+        tokens = jl.generate(TABLE, [1, 2, 3], cfg, model=CHAIN).tokens
         assert len(tokens) == 5 and all(0 <= token < VOCAB for token in tokens)

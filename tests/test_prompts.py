@@ -63,9 +63,7 @@ def test_torch_tensors():
 @pytest.mark.parametrize(
     "strategy, temperature",
     [
-        (jl.Lookahead(4, 4, 3), 0.0),
         (jl.Lookahead(4, 4, 3), 0.8),
-        (jl.PromptLookup(), 0.8),
         (jl.Recycling(12), 0.0),
     ],
 )

@@ -39,7 +39,7 @@ def probe_session(max_new_tokens: int = 12, strategy: jl.Strategy = STRATEGIES[0
 
 @pytest.mark.parametrize(
     "strategy, sampling",
-    [(STRATEGIES[0], SAMPLED), *((strategy, jl.Sampling()) for strategy in STRATEGIES)],
+    [(STRATEGIES[0], SAMPLED), *((strategy, jl.Sampling()) for strategy in STRATEGIES[1:])],
     ids=lambda value: type(value).__name__,
 )
 def test_three_turns_are_three_fresh_calls(strategy, sampling):
@@ -152,7 +152,8 @@ def test_a_chat():
     tokenizer = files.tiny_tokenizer()
     config = dataclasses.replace(TINY, vocab_size=300)
     params = tiny_params(0, config)
-    cfg = jl.Config(model=config, max_new_tokens=20, eos_token_ids=(1,))
+    strategy = jl.Lookahead(3, 3, 2)
+    cfg = jl.Config(model=config, strategy=strategy, max_new_tokens=20, eos_token_ids=(1,))
     session = jl.Session(params, cfg, tokenizer=tokenizer)
     session.messages.append({"role": "system", "content": "the mat"})
     for turn, text in enumerate(["the cat", "sat on", "the hat"]):

@@ -40,7 +40,7 @@ def test_a_round_maps_a_state_to_one_of_the_same_shape(strategy, sampling, promp
     )
     params = tiny_params(0)
     call = prepare(params, prompts, cfg)
-    state = start(call, params)
+    state = jax.eval_shape(lambda p: start(call, p), params)
     after, info = jax.eval_shape(
         lambda p, s: decode_round(call.model, strategy, 1, p, s), params, state
     )

@@ -187,8 +187,9 @@ PROMPTS = ["def read_file(path):\n", "class Node:\n    def __init__(self", "impo
 @pytest.mark.parametrize(
     "strategy, sampling",
     [
-        *((strategy, jl.Sampling()) for strategy in STRATEGIES),
-        (STRATEGIES[1], jl.Sampling(0.7, top_k=30, seed=5)),
+        (jl.Autoregressive(), jl.Sampling()),
+        (jl.Lookahead(4, 4, 3), jl.Sampling(0.7, top_k=30, seed=5)),
+        (jl.Recycling(20), jl.Sampling()),
     ],
 )
 def test_generated_text_is_plain_text_up_to_the_stop(lm, strategy, sampling):
@@ -218,7 +219,7 @@ def test_residual_sampling_stops_at_the_first_stop_string(lm):
     """Its text is not plain decoding's, but that of its own run without stop strings: what was
     drawn before the stop does not depend on what would have ended the text."""
     sampling = jl.Sampling(0.7, top_k=30, seed=5, verify="residual")
-    options = dict(strategy=jl.Lookahead(4, 4, 3), sampling=sampling, max_new_tokens=40)
+    options = dict(strategy=jl.PromptLookup(6), sampling=sampling, max_new_tokens=40)
     whole = jl.generate(lm.params, PROMPTS, lm.make_config(**options), tokenizer=lm.tokenizer)
     strings = tuple(text[9:12] for text in whole.text)
     cfg = lm.make_config(**options, stop_strings=strings)

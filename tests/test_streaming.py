@@ -113,13 +113,13 @@ def test_a_batch_is_streamed_row_by_row(strategy, logprobs):
 
 def test_a_row_without_room_yields_nothing():
     """Its neighbours go on; it has no last token to carry the reason."""
-    cfg = jl.Config(model=TINY, cache_len=12, max_new_tokens=9)
+    cfg = jl.Config(model=TINY, strategy=jl.Lookahead(4, 4, 3), cache_len=12, max_new_tokens=9)
     out = check_streamed(tiny_params(2), BATCH, cfg)
     assert [len(tokens) for tokens in out.tokens] == [9, 9, 0]
 
 
 def test_one_prompt_is_row_0():
-    cfg = jl.Config(model=TINY, max_new_tokens=3)
+    cfg = jl.Config(model=TINY, strategy=jl.Autoregressive(), max_new_tokens=3)
     assert [s.row for s in jl.stream(tiny_params(2), [1, 2], cfg)] == [0, 0, 0]
 
 
@@ -151,10 +151,11 @@ def test_texts_with_broken_characters_and_stop_strings(strategy):
 def test_stop_strings_never_show(prompt):
     """Strings of several tokens, and ones whose beginnings occur in the text before."""
     lm = jl.load()
-    cfg = lm.make_config(max_new_tokens=40)
+    strategy = jl.Lookahead(4, 4, 3)
+    cfg = lm.make_config(strategy=strategy, max_new_tokens=40)
     text = jl.generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer).text
     for strings in ((text[30:45],), (text[20:24] + "#", text[50:53]), (text[:9],)):
-        stopped = lm.make_config(max_new_tokens=40, stop_strings=strings)
+        stopped = dataclasses.replace(cfg, stop_strings=strings)
         check_streamed(lm.params, [prompt], stopped, lm.tokenizer)
 
 
