@@ -336,7 +336,10 @@ def test_tune(monkeypatch, tmp_path):
     steep = {1: 1.0, 2: 1.5, 4: 1.6, 8: 2.0, 16: 4.0, 32: 8.0, 56: 14.0, 120: 30.0}
     flat = {**dict.fromkeys(steep, 1.1), 1: 1.0}
     for curve, words in (
-        (steep, "windows and trees promise less. Of lookahead's windows: lookahead, W,N,G = 4,5,4."),
+        (
+            steep,
+            "windows and trees promise less. Of lookahead's windows: lookahead, W,N,G = 4,5,4.",
+        ),
         (
             flat,
             "--strategy auto; its 100 drafts are those of recycling(rows=120). Of lookahead's "

@@ -17,7 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import EAGER_AUTO, TINY, LeakProbe, SuccessorTable, hf_llama, plain, tiny_params
+from models import (
+    EAGER_AUTO,
+    TINY,
+    WIDE_AUTOS,
+    LeakProbe,
+    SuccessorTable,
+    hf_llama,
+    plain,
+    tiny_params,
+)
 
 import jlookahead as jl
 from jlookahead.call import prepare
@@ -46,7 +55,8 @@ SHAPES = [
     (jl.Recycling(8), 3),
     (jl.Recycling(40), 2),
     (EAGER_AUTO, 1),
-    (EAGER_AUTO, 3),
+    (WIDE_AUTOS[0], 3),
+    (WIDE_AUTOS[1], 2),
 ]
 
 
@@ -141,6 +151,7 @@ def test_plain_decoding_equals_hf_generate(kv_heads, tied):
         jl.Jacobi(6),
         jl.Recycling(20),
         EAGER_AUTO,
+        WIDE_AUTOS[1],
     ],
 )
 def test_committed_cache_equals_a_fresh_prefill_after_every_round(strategy):
@@ -203,7 +214,7 @@ def test_64_bit_mode():
     code = """
 import jax
 import jlookahead as jl
-from models import TINY, plain, tiny_params
+from models import TINY, WIDE_AUTOS, plain, tiny_params
 assert jax.numpy.arange(1).dtype == "int64"
 params, prompts = tiny_params(0), [[1, 2, 3], [4]]
 strategies = (
@@ -212,7 +223,7 @@ strategies = (
     jl.PromptLookup(),
     jl.Jacobi(3),
     jl.Recycling(9),
-    jl.Auto(((1, 1.0), (4, 1.0))),
+    *WIDE_AUTOS,
 )
 sampled = jl.Sampling(temperature=0.7, top_k=9, top_p=0.9)
 for strategy, sampling in [(strategies[0], sampled), *((s, jl.Sampling()) for s in strategies)]:
@@ -236,7 +247,7 @@ for strategy, sampling in [(strategies[0], sampled), *((s, jl.Sampling()) for s 
         jl.Jacobi(7),
         jl.Recycling(5),
         jl.Recycling(40),
-        EAGER_AUTO,
+        *WIDE_AUTOS,
     ],
     ids=str,
 )
