@@ -9,6 +9,8 @@ Shapes: B batch rows, C classes, R tokens that lookup found.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,11 +44,11 @@ def at_first(of_everything: bool) -> np.ndarray:
     return np.append(RIGHT_AT_FIRST, HELD_AT_FIRST) if of_everything else RIGHT_AT_FIRST
 
 
-def new_record(batch: int, of_everything: bool) -> MatchRecord:
-    """The record at the start of a text."""
-    probabilities = at_first(of_everything)
+def new_record(batch: int, held: jax.Array | None) -> MatchRecord:
+    """The record at the start of a text; see `MatchRecord` for `held`, None without wide rounds."""
+    probabilities = at_first(held is not None)
     total = jnp.full((batch, len(probabilities)), WEIGHT_AT_FIRST, jnp.float32)
-    return MatchRecord(total * probabilities, total)
+    return MatchRecord(total * probabilities, total, held)
 
 
 def tokens_by_lookup(chances: jax.Array, match_len: jax.Array, exists: jax.Array) -> jax.Array:
@@ -97,10 +99,10 @@ def count_depths(match_len: jax.Array, depth: jax.Array, num_classes: int) -> ja
 def learn(record: MatchRecord, tried: jax.Array, right: jax.Array) -> MatchRecord:
     """The record with the observations of a round, `[B, C]` of each class; older ones of the same
     class count a little less."""
-    num_lookups = len(RIGHT_AT_FIRST)
-    base = WEIGHT_AT_FIRST * jnp.asarray(at_first(tried.shape[1] > num_lookups))
+    base = WEIGHT_AT_FIRST * jnp.asarray(at_first(record.held is not None))
     kept = jnp.where(tried > 0, KEPT, 1.0)
-    return MatchRecord(
+    return dataclasses.replace(
+        record,
         right=base + kept * (record.right - base) + right,
         total=WEIGHT_AT_FIRST + kept * (record.total - WEIGHT_AT_FIRST) + tried,
     )

@@ -105,10 +105,11 @@ class Auto:
         return 0 if self.wide is None else self.wide.num_successors
 
     def start(self, state: RoundState, prompt: PromptRead) -> RoundState:
+        held = None
         if self.wide is not None:
             state = self.wide.start(state, prompt)
-        record = acceptance.new_record(len(state.length), self.wide is not None)
-        return dataclasses.replace(state, matches=record)
+            held = self.wide.next_tokens(state)
+        return dataclasses.replace(state, matches=acceptance.new_record(len(state.length), held))
 
     def propose(self, state: RoundState) -> Draft:
         tokens, exists, match_len = self._look_up(state)
@@ -129,11 +130,16 @@ class Auto:
         wide = self.wide
         if wide is None:
             return looked_up
-        nothing = jnp.zeros(tokens.shape, bool)
+
+        def wanting(draft: Draft, wanted: bool) -> Draft:
+            every_row = jnp.full(draft.valid.shape, wanted)
+            parents = draft.parents.astype(jnp.int32)
+            return dataclasses.replace(draft, parents=parents, wanted=every_row)
+
         return lax.cond(
             kind == len(self.sizes),
-            lambda: dataclasses.replace(wide.propose(state), wanted=~nothing),
-            lambda: dataclasses.replace(looked_up, wanted=nothing),
+            lambda: wanting(wide.propose(state), True),
+            lambda: wanting(looked_up, False),
         )
 
     def _look_up(self, state: RoundState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -203,12 +209,14 @@ class Auto:
             if draft.tokens.shape[1] == self.layout.num_drafts:
                 num_tried, num_held = num_emitted, num_emitted - 1
             else:  # what it holds behind the next token was not looked at
-                is_held = (self.wide.next_tokens(before) == came[:, :1]).any(axis=1) | same[:, 0]
+                assert record.held is not None, "start() fills it"
+                is_held = (record.held == came[:, :1]).any(axis=1) | same[:, 0]
                 num_tried = jnp.minimum(num_emitted, 1)
                 num_held = num_tried * is_held
             tried += acceptance.count_depths(match_len[:, 0], num_tried, num_classes)
             right += acceptance.count_depths(match_len[:, 0], num_held, num_classes)
             after = self.wide.observe(before, after, draft, reading)
+            record = dataclasses.replace(record, held=self.wide.next_tokens(after))
         return dataclasses.replace(after, matches=acceptance.learn(record, tried, right))
 
 

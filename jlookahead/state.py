@@ -37,10 +37,11 @@ class Block:
 
 @flax.struct.dataclass
 class MatchRecord:
-    """How often the token behind a match of 0, 1, ... tokens was right; the youngest count most."""
+    """How often drafts of each class were right, see `acceptance.py`; the youngest count most."""
 
     right: jax.Array  # [B, C] float32
     total: jax.Array  # [B, C] float32
+    held: jax.Array | None  # [B, K] int32, what wide rounds know as next tokens, NO_TOKEN for none
 
 
 @flax.struct.dataclass

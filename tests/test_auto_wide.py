@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import FLAT_COSTS, TINY, WIDE_AUTOS, SuccessorTable, plain, tiny_params
-from test_auto import Script
 
 import jlookahead as jl
 from jlookahead import acceptance
@@ -42,15 +41,6 @@ class Turning:
 
     def logits(self, params, hidden):
         return 30.0 * jax.nn.one_hot(hidden[..., 0], self.vocab_size)
-
-
-class RowCounter(Script):
-    """Answers with the number of rows that were computed with it."""
-
-    vocab_size = 60
-
-    def tell(self, params, positions):
-        return jnp.full_like(positions, positions.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +131,12 @@ def test_what_is_always_right_pays_at_once(strategy):
 @pytest.mark.parametrize("strategy", WIDE_AUTOS, ids=NAMES)
 def test_a_text_that_turns_is_followed(strategy):
     """From noise to laps and back: soon every round is as it would have been from the start."""
-    rounds = turning_rounds(strategy, 120, 480, 500)
-    noise, others = split(rounds, 120 - 50)
-    laps, noise_again = split(others, 480 - 120)
-    assert {r.kind for r in noise[-20:]} == {0}
+    rounds = turning_rounds(strategy, 150, 500, 550)
+    noise, others = split(rounds, 150 - 50)
+    laps, noise_again = split(others, 500 - 150)
+    assert speed(noise[-50:]) > 0.97
     assert speed(laps[50:]) > 7, "at most 8 tokens a round of lookup"
-    assert {r.kind for r in noise_again[30:]} == {0}
-    assert speed(noise_again[10:]) > 0.97
+    assert speed(noise_again[20:]) > 0.97
 
 
 def test_it_is_about_as_fast_as_the_best_of_what_it_holds():
@@ -179,17 +168,11 @@ def test_it_is_about_as_fast_as_the_best_of_what_it_holds():
 # Rounds
 
 
-def test_rounds_compute_the_rows_they_need():
-    """The text is the number of rows of every round, which soon predicts itself."""
-    cfg = jl.Config(strategy=RECYCLING, max_new_tokens=60)
-    text = jnp.zeros(100, jnp.int32)
-    rounds = list(jl.iter_rounds(text, [0, 0, 1, 0], cfg, model=RowCounter()))
-    seen = {
-        (taken.kind, int(info.emitted[0, 0]))
-        for taken, (_, info) in zip(rounds_of(RECYCLING, rounds), rounds, strict=True)
-    }
-    assert seen <= {(kind, rows) for kind, (rows, _) in enumerate(FLAT_COSTS)}
-    assert len(seen) > 2
+@pytest.mark.parametrize("strategy", WIDE_AUTOS, ids=NAMES)
+def test_rounds_compute_the_rows_that_costs_name(strategy):
+    layout = strategy.layout
+    num_rows = [layout.of_size(size).num_rows for size in layout.draft_sizes]
+    assert num_rows == [rows for rows, _ in FLAT_COSTS]
 
 
 @pytest.mark.parametrize("strategy", WIDE_AUTOS, ids=NAMES)
@@ -198,39 +181,34 @@ def test_the_window_stands_still_in_other_rounds_and_the_memory_learns(strategy)
     cfg = jl.Config(strategy=strategy, sampling=jl.Sampling(1.0, seed=3), max_new_tokens=40)
     params, model = jnp.array([0, 0]), Turning()
     before = start(prepare(params, prompt, cfg, model=model), params)
-    kinds = set()
+    seen = set()
     for after, info in jl.iter_rounds(params, prompt, cfg, model=model):
         (taken,) = rounds_of(strategy, [(after, info)])
-        stands_still = bool((before.window.tokens == after.window.tokens).all())
-        assert stands_still == (taken.kind != WIDE)
+        moves = bool((before.window.tokens != after.window.tokens).any())
+        seen.add((taken.kind, moves))
+        *_, key, first, second, third = after.tokens[0, : after.length[0]].tolist()
         if strategy is LOOKAHEAD:
-            key = int(after.tokens[0, after.length[0] - 4])
-            ngram = after.tokens[0, after.length[0] - 3 : after.length[0]].tolist()
-            assert ngram in after.pool.lookup(key)
-        else:
-            # Logits without a favourite: the lowest ids come first.
+            assert [first, second, third] in after.pool.lookup(key)
+        else:  # logits without a favourite: the lowest ids come first
             assert after.successors[0, before.last_token[0]].tolist() == [*range(8)]
-        kinds.add(taken.kind)
         before = after
-    assert kinds >= {0, WIDE}
+    # The model predicts one token for all columns, which the window soon is full of.
+    assert seen == {(0, False), (WIDE, False), (WIDE, True)}
 
 
 @pytest.mark.parametrize("strategy", WIDE_AUTOS, ids=NAMES)
 def test_what_the_memory_holds_next_is_what_would_be_drafted_first(strategy):
-    params = tiny_params(0)
-    cfg = jl.Config(model=TINY, strategy=strategy.wide, max_new_tokens=30)
-    num_tokens = 0
-    for state, _ in jl.iter_rounds(params, [[1, 2, 3, 1, 2], [5]], cfg):
-        draft = strategy.wide.propose(state)
-        held = strategy.wide.next_tokens(state)
-        roots = draft.valid & (draft.parents < 0)
-        looked_up = roots & (draft.source == 3)
-        for row in range(2):
-            first = set(draft.tokens[row][roots[row]].tolist())
-            known = set(held[row].tolist()) - {-1}
-            assert first - set(draft.tokens[row][looked_up[row]].tolist()) <= known
-            num_tokens += len(known)
-    assert num_tokens > 50
+    params, wide = tiny_params(0), strategy.wide
+    prompts = [[1, 2, 3, 1, 5, 4, 1], [5, 6, 5], [7]]
+    cfg = jl.Config(model=TINY, strategy=wide)
+    state = start(prepare(params, prompts, cfg), params)
+    draft, held = wide.propose(state), np.asarray(wide.next_tokens(state))
+    is_root = np.asarray(draft.valid & (draft.parents < 0))
+    for row in range(3):
+        drafted = set(draft.tokens[row][is_root[row]].tolist())
+        assert set(held[row].tolist()) - {-1} == drafted
+    expected = [[2, 5], [6], []] if strategy is LOOKAHEAD else [[*range(8)] * 2, [*range(8)], []]
+    assert [np.count_nonzero(row >= 0) for row in held] == [*map(len, expected)]
 
 
 # The record

@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import EAGER_AUTO, TINY, LeakProbe, SuccessorTable, hf_llama, plain, tiny_params
+from models import (
+    EAGER_AUTO,
+    TINY,
+    WIDE_AUTOS,
+    LeakProbe,
+    SuccessorTable,
+    hf_llama,
+    plain,
+    tiny_params,
+)
 
 import jlookahead as jl
 from jlookahead.call import prepare
@@ -47,7 +56,8 @@ SHAPES = [
     (jl.Recycling(8), 3, "sampled"),
     (jl.Recycling(40), 2, "greedy"),
     (EAGER_AUTO, 1, "sampled"),
-    (EAGER_AUTO, 3, "greedy"),
+    (WIDE_AUTOS[0], 3, "greedy"),
+    (WIDE_AUTOS[1], 2, "sampled"),
 ]
 
 
@@ -164,6 +174,7 @@ def assert_committed(cache: jl.KVCache, fresh, lengths) -> None:
         jl.Jacobi(6),
         jl.Recycling(20),
         EAGER_AUTO,
+        WIDE_AUTOS[1],
     ],
 )
 def test_committed_cache_equals_a_fresh_prefill_after_every_round(strategy):
@@ -203,7 +214,7 @@ def test_64_bit_mode():
     code = """
 import jax
 import jlookahead as jl
-from models import TINY, LeakProbe, plain, tiny_params
+from models import TINY, WIDE_AUTOS, LeakProbe, plain, tiny_params
 assert jax.numpy.arange(1).dtype == "int64"
 prompts = [[1, 2, 3], [4]]
 strategies = (
@@ -211,7 +222,7 @@ strategies = (
     jl.PromptLookup(),
     jl.Jacobi(3),
     jl.Recycling(9),
-    jl.Auto(((1, 1.0), (4, 1.0))),
+    *WIDE_AUTOS,
 )
 for strategy in strategies:
     cfg, model = jl.Config(strategy=strategy, max_new_tokens=12), LeakProbe(11)
@@ -239,7 +250,7 @@ assert jl.generate(params, prompts, cfg).tokens == plain(params, prompts, cfg).t
         jl.Jacobi(7),
         jl.Recycling(5),
         jl.Recycling(40),
-        EAGER_AUTO,
+        *WIDE_AUTOS,
     ],
     ids=str,
 )

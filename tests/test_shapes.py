@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from models import TINY, tiny_params
+from models import TINY, WIDE_AUTOS, tiny_params
 
 import jlookahead as jl
 from jlookahead.call import prepare
@@ -23,6 +23,7 @@ STRATEGIES = [
     jl.Jacobi(4),
     jl.Recycling(6),
     jl.Auto(),
+    *WIDE_AUTOS,
 ]
 SAMPLINGS = [
     jl.Sampling(),
