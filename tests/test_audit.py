@@ -171,7 +171,8 @@ def test_one_program_per_bucket_and_few_logits():
             jl.audit(params, [1] * 5, [2] * length, dataclasses.replace(cfg, max_new_tokens=7))
     assert count[0] == 0
     arrays = prepare(params, [1], cfg).arrays
-    args = jl.LlamaModel(TINY), params, jnp.zeros((1, 1024), jnp.int32), jnp.int32(900), arrays
+    ids = jnp.zeros((1, 1024), jnp.int32)
+    args = jl.LlamaModel(TINY), None, params, ids, jnp.int32(900), arrays
     text = auditing._judge.lower(*args).compile().as_text()
     assert max(map(int, re.findall(r"f32\[(\d+),97\]", text))) == 64
 
