@@ -35,7 +35,7 @@ HELD_AT_FIRST = np.array(
 )
 _LONGEST_START, _DEEPEST = np.array(HELD_AT_FIRST.shape) - 1
 # Observations that those probabilities are worth, and how slowly observations are forgotten.
-WEIGHT_AT_FIRST = 2.0
+WEIGHT_AT_FIRST, HELD_WEIGHT_AT_FIRST = 2.0, 1.0
 KEPT = 0.97
 
 
@@ -44,11 +44,17 @@ def at_first(of_everything: bool) -> np.ndarray:
     return np.append(RIGHT_AT_FIRST, HELD_AT_FIRST) if of_everything else RIGHT_AT_FIRST
 
 
+def _weights_at_first(of_everything: bool) -> np.ndarray:
+    weights = np.full(RIGHT_AT_FIRST.size, WEIGHT_AT_FIRST, np.float32)
+    of_held = np.full(HELD_AT_FIRST.size, HELD_WEIGHT_AT_FIRST, np.float32)
+    return np.append(weights, of_held) if of_everything else weights
+
+
 def new_record(batch: int, held: jax.Array | None) -> MatchRecord:
     """The record at the start of a text; see `MatchRecord` for `held`, None without wide rounds."""
-    probabilities = at_first(held is not None)
-    total = jnp.full((batch, len(probabilities)), WEIGHT_AT_FIRST, jnp.float32)
-    return MatchRecord(total * probabilities, total, held)
+    weights = _weights_at_first(held is not None)
+    total = jnp.broadcast_to(weights, (batch, len(weights)))
+    return MatchRecord(total * at_first(held is not None), total, held)
 
 
 def tokens_by_lookup(chances: jax.Array, match_len: jax.Array, exists: jax.Array) -> jax.Array:
@@ -99,10 +105,11 @@ def count_depths(match_len: jax.Array, depth: jax.Array, num_classes: int) -> ja
 def learn(record: MatchRecord, tried: jax.Array, right: jax.Array) -> MatchRecord:
     """The record with the observations of a round, `[B, C]` of each class; older ones of the same
     class count a little less."""
-    base = WEIGHT_AT_FIRST * jnp.asarray(at_first(record.held is not None))
+    total_at_first = jnp.asarray(_weights_at_first(record.held is not None))
+    right_at_first = total_at_first * at_first(record.held is not None)
     kept = jnp.where(tried > 0, KEPT, 1.0)
     return dataclasses.replace(
         record,
-        right=base + kept * (record.right - base) + right,
-        total=WEIGHT_AT_FIRST + kept * (record.total - WEIGHT_AT_FIRST) + tried,
+        right=right_at_first + kept * (record.right - right_at_first) + right,
+        total=total_at_first + kept * (record.total - total_at_first) + tried,
     )

@@ -153,8 +153,8 @@ class LeakProbe:
 
     def init_cache(self, batch, num_slots):
         return jl.KVCache(
-            keys=(jnp.zeros((batch, 1, num_slots, 1)),),
-            values=(jnp.zeros((batch, 1, num_slots, 1)),),
+            keys=(jnp.zeros((batch, 1, num_slots, 1), jnp.float32),),
+            values=(jnp.zeros((batch, 1, num_slots, 1), jnp.float32),),
         )
 
     def forward(self, params, tokens, positions, workspace_mask, cache, lengths):
