@@ -122,11 +122,15 @@ class Session:
         if self._state is None:
             return 0
         try:
-            tokens, committed = jax.device_get((self._state.tokens, self._state.num_committed))
+            state = self._state
+            tokens, length, num_pending = jax.device_get(
+                (state.tokens, state.length, state.num_pending)
+            )
         except jax.errors.JaxRuntimeError:  # the device failed in the last call
             self._state = None
             return 0
-        size = min(int(committed[0]), len(ids) - 1)
+        num_committed = int(length[0]) - 1 - (0 if num_pending is None else int(num_pending[0]))
+        size = min(num_committed, len(ids) - 1)
         differs = tokens[0, :size] != ids[:size]
         return int(np.argmax(differs)) if differs.any() else size
 

@@ -292,7 +292,7 @@ def test_new_numbers_compile_nothing():
                 BannedTokens(ids),
                 AllowedTokens(tuple(range(90 - len(ids)))),
                 LogitBias(tuple((i, penalty) for i in ids)),
-                Favour(token, 5 * penalty),
+                Favour(token, 40 * penalty),
             ),
         )
         out = jl.generate(TABLE, [1, 2, 3], cfg, model=CHAIN)

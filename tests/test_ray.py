@@ -27,7 +27,8 @@ from jlookahead.cli import app
 
 try:
     import ray
-    ray.init(num_cpus=2, include_dashboard=False)
+    # What workers print would come after the JSON too: this cluster outlives the command.
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 except Exception as error:
     print(f"Ray does not start: {{error}}", file=sys.stderr)
     sys.exit({CANNOT_START})
