@@ -7,13 +7,14 @@ from jlookahead.auto import Auto
 from jlookahead.batching import generate_many
 from jlookahead.checkpoints import Defaults, LoadedModel, load
 from jlookahead.config import Config, Sampling
-from jlookahead.decoding import Result, generate, iter_rounds
+from jlookahead.decoding import generate, iter_rounds
 from jlookahead.jacobi import Jacobi
 from jlookahead.lookahead import Lookahead
 from jlookahead.model import KVCache, LlamaModel, TargetModel
 from jlookahead.model_config import ModelConfig
 from jlookahead.prompt_lookup import PromptLookup
 from jlookahead.recycling import Recycling
+from jlookahead.results import Result
 from jlookahead.rope import RopeConfig
 from jlookahead.session import Session
 from jlookahead.sharding import shard

@@ -24,9 +24,10 @@ from jax.sharding import Mesh
 from jlookahead.call import Call, check_row_ids, limits_of, prepare, resolve_model
 from jlookahead.checks import check_int
 from jlookahead.config import Config
-from jlookahead.decoding import Result, row_result, run_rounds, start
+from jlookahead.decoding import run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt, to_rows
+from jlookahead.results import Result, row_result
 from jlookahead.sharding import (
     BY_ROW,
     DATA,

@@ -17,7 +17,8 @@ import numpy as np
 from jlookahead.call import prepare
 from jlookahead.checkpoints import LoadedModel
 from jlookahead.config import Sampling
-from jlookahead.decoding import Result, generate, run_rounds, start
+from jlookahead.decoding import generate, run_rounds, start
+from jlookahead.results import Result
 from jlookahead.state import OWN_SOURCES
 from jlookahead.strategy import Autoregressive, Strategy
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from jlookahead.call import Call, prepare, resolve_model
 from jlookahead.config import Config
-from jlookahead.decoding import NO_ROUND_LIMIT, Progress, Result, collect, run_rounds, start
+from jlookahead.decoding import NO_ROUND_LIMIT, run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt, to_rows
+from jlookahead.results import Progress, Result, collect
 from jlookahead.state import RoundState
 from jlookahead.streaming import StreamedToken, stream_rounds
 

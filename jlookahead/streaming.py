@@ -11,9 +11,10 @@ import numpy as np
 
 from jlookahead.call import Call, prepare
 from jlookahead.config import Config
-from jlookahead.decoding import Progress, run_rounds, start
+from jlookahead.decoding import run_rounds, start
 from jlookahead.model import Params, TargetModel
 from jlookahead.prompts import Prompt
+from jlookahead.results import Progress
 from jlookahead.state import FINISH_REASONS, SOURCES
 from jlookahead.text import IncrementalText
 
