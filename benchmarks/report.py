@@ -21,15 +21,15 @@ def by_category(rows: list[dict]) -> dict[str, list[dict]]:
     return dict(groups)
 
 
-def summarise_speed(rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
-    """Mean and least `speed` of everything measured, by category."""
+def summarise_speed(rows: list[dict], key: str = "speed") -> dict[str, dict[str, dict[str, float]]]:
+    """Mean and least ratio of everything measured, by category."""
     return {
         category: {
             name: {
-                "mean": round(statistics.mean(row["speed"][name] for row in group), 3),
-                "least": min(row["speed"][name] for row in group),
+                "mean": round(statistics.mean(row[key][name] for row in group), 3),
+                "least": min(row[key][name] for row in group),
             }
-            for name in rows[0]["speed"]
+            for name in rows[0][key]
         }
         for category, group in by_category(rows).items()
     }

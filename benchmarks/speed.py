@@ -3,9 +3,10 @@
     python -m benchmarks.speed --model MODEL --suite suite.jsonl --out result.json
 
 Figures are medians over turns of (seconds of plain decoding) / (seconds of the strategy), each a
-whole generation on compiled programs, prefill included. Absolute times are not reported: they are
-the machine's. One more prompt, of random ids, is continued at temperature 3: hardly a draft is
-right.
+whole generation on compiled programs, prefill included; `decoding` is the ratio of the median
+seconds without prefill, which is the median of calls that emit nothing. Absolute times are not
+reported: they are the machine's. One more prompt, of random ids, is continued at temperature 3:
+hardly a draft is right.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import jlookahead as jl
 from benchmarks.report import summarise_speed, versions
 from benchmarks.tokens_per_round import prompt_of, read_suites
-from jlookahead.measuring import compare_speed
+from jlookahead.measuring import BASELINE, Comparison, compare_speed
 
 NOISE = "noise"
 
@@ -52,7 +53,12 @@ def main() -> None:
         )
         assert all(compared.identical.values()), item["id"]
         speed = {name: round(ratio, 3) for name, ratio in compared.speedups.items()}
-        rows.append({"id": item["id"], "category": item["category"], "speed": speed})
+        decoding = {
+            name: round(after_prefill(compared, BASELINE) / after_prefill(compared, name), 3)
+            for name in strategies
+        }
+        row = {"id": item["id"], "category": item["category"]}
+        rows.append({**row, "speed": speed, "decoding": decoding})
         print(rows[-1], flush=True)
         report = {
             "what": "median over turns of (seconds of plain decoding) / (the strategy's)",
@@ -61,11 +67,17 @@ def main() -> None:
             "versions": versions(),
             "strategies": {name: repr(strategy) for name, strategy in strategies.items()},
             "categories": summarise_speed(rows),
+            "categories_decoding": summarise_speed(rows, "decoding"),
             "prompts": rows,
         }
         # A long run leaves what it has, should it be stopped.
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(report["categories"])
+    print(report["categories_decoding"])
+
+
+def after_prefill(compared: Comparison, name: str) -> float:
+    return compared.seconds[name] - compared.prefill_seconds
 
 
 if __name__ == "__main__":

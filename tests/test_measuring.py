@@ -89,6 +89,7 @@ def test_compare_speed_sees_a_difference(lm, monkeypatch):
     assert compared.speedups["lookup"] == pytest.approx(
         compared.seconds["plain"] / compared.seconds["lookup"]
     )
+    assert 0 < compared.prefill_seconds < min(compared.seconds.values())
     generate = jl.generate
 
     def spoilt(params, prompt, cfg, **kwargs):
