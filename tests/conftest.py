@@ -32,6 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiling is most of the time. XLA spares a third of it on code that users do not get."""
+    is_quick = item.get_closest_marker("optimized") is None
+    if jax.config.read("jax_disable_most_optimizations") != is_quick:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", is_quick)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(is_quick)  # of processes that tests start
+
+
 @pytest.fixture
 def cases_per_shape(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--cases-per-shape")

@@ -79,6 +79,7 @@ def random_sampling(rng: random.Random) -> jl.Sampling:
     )
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("strategy, batch, chosen", SHAPES, ids=str)
 def test_equals_plain_decoding(strategy, batch, chosen, cases_per_shape):
     """The same ids, the same reason to stop, row by row."""
@@ -121,6 +122,7 @@ def test_a_row_draws_the_same_text_in_any_batch_slot():
     assert jl.generate(tiny_params(0), prompts, other).tokens != got.tokens
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("kv_heads, tied", [(1, True), (2, False), (4, True)])
 def test_plain_decoding_equals_hf_generate(kv_heads, tied):
     torch = pytest.importorskip("torch", reason="torch is the oracle of this test")

@@ -14,6 +14,7 @@ from jlookahead import measuring
 from jlookahead.cli.app import app
 from jlookahead.measuring import accepted_lengths, compare_speed, histogram, time_by_phase
 
+pytestmark = pytest.mark.optimized
 PROMPT = "def flatten(items):\n"
 
 

@@ -162,6 +162,7 @@ def test_turns_compile_nothing_new():
     assert programs == (decoding._start._cache_size(), decoding.run_rounds._cache_size())
 
 
+@pytest.mark.optimized
 def test_the_next_prefill_writes_in_place():
     """Cache and pool are donated, and used; no temporary is as large as an array of the cache."""
     params, strategy = tiny_params(0), jl.Lookahead(3, 3, 2)
