@@ -20,7 +20,7 @@ import numpy as np
 import jlookahead as jl
 from benchmarks.report import summarise_speed, versions
 from benchmarks.tokens_per_round import prompt_of, read_suites
-from jlookahead.measuring import BASELINE, Comparison, compare_speed
+from jlookahead.measuring import BASELINE, compare_speed
 
 NOISE = "noise"
 
@@ -52,13 +52,16 @@ def main() -> None:
             temperature=3.0 if item["category"] == NOISE else 0.0,
         )
         assert all(compared.identical.values()), item["id"]
+        prefill = compare_speed(lm, prompt_of(lm, item), {}, max_new_tokens=0, repeats=args.repeats)
+        after_prefill = {
+            name: seconds - prefill.seconds[BASELINE] for name, seconds in compared.seconds.items()
+        }
         speed = {name: round(ratio, 3) for name, ratio in compared.speedups.items()}
         decoding = {
-            name: round(after_prefill(compared, BASELINE) / after_prefill(compared, name), 3)
-            for name in strategies
+            name: round(after_prefill[BASELINE] / after_prefill[name], 3) for name in strategies
         }
-        row = {"id": item["id"], "category": item["category"]}
-        rows.append({**row, "speed": speed, "decoding": decoding})
+        about = {"id": item["id"], "category": item["category"]}
+        rows.append(about | {"speed": speed, "decoding": decoding})
         print(rows[-1], flush=True)
         report = {
             "what": "median over turns of (seconds of plain decoding) / (the strategy's)",
@@ -74,10 +77,6 @@ def main() -> None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(report["categories"])
     print(report["categories_decoding"])
-
-
-def after_prefill(compared: Comparison, name: str) -> float:
-    return compared.seconds[name] - compared.prefill_seconds
 
 
 if __name__ == "__main__":

@@ -44,17 +44,20 @@ def at_first(of_everything: bool) -> np.ndarray:
     return np.append(RIGHT_AT_FIRST, HELD_AT_FIRST) if of_everything else RIGHT_AT_FIRST
 
 
-def _weights_at_first(of_everything: bool) -> np.ndarray:
-    weights = np.full(RIGHT_AT_FIRST.size, WEIGHT_AT_FIRST, np.float32)
-    of_held = np.full(HELD_AT_FIRST.size, HELD_WEIGHT_AT_FIRST, np.float32)
-    return np.append(weights, of_held) if of_everything else weights
+def _counts_at_first(of_everything: bool) -> tuple[jax.Array, jax.Array]:
+    """`right` and `total` of a record at the start of a text `[C]`."""
+    total = np.full(RIGHT_AT_FIRST.size, WEIGHT_AT_FIRST, np.float32)
+    if of_everything:
+        of_held = np.full(HELD_AT_FIRST.size, HELD_WEIGHT_AT_FIRST, np.float32)
+        total = np.append(total, of_held)
+    return jnp.asarray(total * at_first(of_everything)), jnp.asarray(total)
 
 
 def new_record(batch: int, held: jax.Array | None) -> MatchRecord:
     """The record at the start of a text; see `MatchRecord` for `held`, None without wide rounds."""
-    weights = _weights_at_first(held is not None)
-    total = jnp.broadcast_to(weights, (batch, len(weights)))
-    return MatchRecord(total * at_first(held is not None), total, held)
+    right, total = _counts_at_first(held is not None)
+    shape = (batch, len(total))
+    return MatchRecord(jnp.broadcast_to(right, shape), jnp.broadcast_to(total, shape), held)
 
 
 def tokens_by_lookup(chances: jax.Array, match_len: jax.Array, exists: jax.Array) -> jax.Array:
@@ -105,8 +108,7 @@ def count_depths(match_len: jax.Array, depth: jax.Array, num_classes: int) -> ja
 def learn(record: MatchRecord, tried: jax.Array, right: jax.Array) -> MatchRecord:
     """The record with the observations of a round, `[B, C]` of each class; older ones of the same
     class count a little less."""
-    total_at_first = jnp.asarray(_weights_at_first(record.held is not None))
-    right_at_first = total_at_first * at_first(record.held is not None)
+    right_at_first, total_at_first = _counts_at_first(record.held is not None)
     kept = jnp.where(tried > 0, KEPT, 1.0)
     return dataclasses.replace(
         record,

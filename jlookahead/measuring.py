@@ -40,14 +40,12 @@ class Comparison:
     Attributes:
         results: of every strategy, by name.
         seconds: of whole generations on compiled programs, prefill included; medians.
-        prefill_seconds: of plain decoding that emits nothing; the median.
         speedups: medians over repeats of (seconds of plain decoding) / (the strategy's).
         identical: whether the ids are plain decoding's.
     """
 
     results: dict[str, Result]
     seconds: dict[str, float]
-    prefill_seconds: float
     speedups: dict[str, float]
     identical: dict[str, bool]
 
@@ -76,30 +74,27 @@ def compare_speed(
     sampling = Sampling(temperature=temperature)
     entrants: dict[str, Strategy] = {BASELINE: Autoregressive(), **strategies}
 
-    def run(name: str, budget: int = max_new_tokens) -> Result:
+    def run(name: str) -> Result:
         cfg = lm.make_config(
             strategy=entrants[name],
-            max_new_tokens=budget,
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
             publish=publish,
         )
         return generate(lm.params, prompt, cfg, tokenizer=lm.tokenizer)
 
-    def measure(name: str, budget: int = max_new_tokens) -> float:
-        began = time.perf_counter()
-        run(name, budget)
-        return time.perf_counter() - began
-
     results = {name: run(name) for name in entrants}  # compiles
-    run(BASELINE, budget=0)
-    turns, prefills = [], []
+    turns = []
     for _ in range(repeats):
-        turns.append({name: measure(name) for name in entrants})
-        prefills.append(measure(BASELINE, budget=0))
+        seconds = {}
+        for name in entrants:
+            began = time.perf_counter()
+            run(name)
+            seconds[name] = time.perf_counter() - began
+        turns.append(seconds)
     return Comparison(
         results=results,
         seconds={name: statistics.median(turn[name] for turn in turns) for name in entrants},
-        prefill_seconds=statistics.median(prefills),
         speedups={
             name: statistics.median(turn[BASELINE] / turn[name] for turn in turns)
             for name in strategies

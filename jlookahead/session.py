@@ -7,6 +7,7 @@ proposer's memory is kept too; it can change the number of rounds only.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -123,16 +124,15 @@ class Session:
         if self._state is None:
             return 0
         try:
-            state = self._state
-            tokens, length, num_pending = jax.device_get(
-                (state.tokens, state.length, state.num_pending)
-            )
+            needed = ("tokens", "length", "num_pending")
+            on_host = jax.device_get({name: getattr(self._state, name) for name in needed})
         except jax.errors.JaxRuntimeError:  # the device failed in the last call
             self._state = None
             return 0
-        num_committed = int(length[0]) - 1 - (0 if num_pending is None else int(num_pending[0]))
-        size = min(num_committed, len(ids) - 1)
-        differs = tokens[0, :size] != ids[:size]
+        # Counted on the device, a constant would move there.
+        state = dataclasses.replace(self._state, **on_host)
+        size = min(int(state.num_committed[0]), len(ids) - 1)
+        differs = state.tokens[0, :size] != ids[:size]
         return int(np.argmax(differs)) if differs.any() else size
 
     def _run(self, call: Call, max_rounds: jax.Array) -> Progress:

@@ -13,6 +13,7 @@ import transformers
 import jlookahead as jl
 
 pytestmark = pytest.mark.optimized
+
 FOLDER = Path(jl.__file__).parent / "bundled"
 PROMPTS = [
     "def read_file(path):\n",

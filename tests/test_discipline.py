@@ -20,6 +20,7 @@ from jlookahead.call import prepare
 from jlookahead.decoding import run_rounds, start
 
 pytestmark = pytest.mark.optimized
+
 STRATEGIES = [jl.Autoregressive(), jl.Lookahead(5, 4, 3)]
 TWO_SIZES = jl.Auto(((1, 1.0), (4, 1.5)))  # a loop within the loop for each of two sizes of rounds
 BATCHES = [[[1, 2, 3]], [[1, 2, 3], [4], [5] * 9]]

@@ -23,8 +23,9 @@ from models import TableModel, plain
 
 import jlookahead as jl
 
-VOCAB, BATCH, NUM_NEW = 8, 4096, 3
 pytestmark = pytest.mark.optimized  # they run longer than they compile
+
+VOCAB, BATCH, NUM_NEW = 8, 4096, 3
 MODEL = TableModel(VOCAB)
 TABLE = (1.5 * np.random.default_rng(11).normal(size=(VOCAB, VOCAB))).astype(np.float32)
 # The last token has occurred before, with several successors: there are drafts from the start.

@@ -15,8 +15,9 @@ from models import TINY, tiny_params
 import jlookahead as jl
 from jlookahead.layers import _row_product
 
-# Sizes that no activation has; sums of 36, 30 and 35 numbers split into 4, 2 and 1 parts.
 pytestmark = pytest.mark.optimized
+
+# Sizes that no activation has; sums of 36, 30 and 35 numbers split into 4, 2 and 1 parts.
 SIZES = [
     dataclasses.replace(TINY, hidden_size=36, intermediate_size=52),
     dataclasses.replace(TINY, hidden_size=30, intermediate_size=52, tie_word_embeddings=False),

@@ -12,8 +12,9 @@ from test_golden_model import replay
 
 import jlookahead as jl
 
-# The rest of the recordings is replayed without the model, in test_golden_replay.py.
 pytestmark = pytest.mark.optimized
+
+# The rest of the recordings is replayed without the model, in test_golden_replay.py.
 RUNS = [
     path
     for path in golden.recordings("smol", "smol_fixedhist")
