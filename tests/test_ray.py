@@ -25,15 +25,16 @@ import jlookahead
 from jlookahead import ray_batch
 from jlookahead.cli import app
 
-try:
-    import ray
-    # What workers print would come after the JSON too: this cluster outlives the command.
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-except Exception as error:
-    print(f"Ray does not start: {{error}}", file=sys.stderr)
-    sys.exit({CANNOT_START})
+import ray
 
-marks, load = Path(sys.argv[1]), jlookahead.load
+marks, load, init = Path(sys.argv[1]), jlookahead.load, ray.init
+
+def init_small():
+    try:
+        init(num_cpus=2, include_dashboard=False)
+    except Exception as error:
+        print(f"Ray does not start: {{error}}", file=sys.stderr)
+        sys.exit({CANNOT_START})
 
 def load_with_trap(path, *, dtype):
     from jlookahead import ray_batch
@@ -55,7 +56,7 @@ def load_with_trap(path, *, dtype):
     ray_batch.generate_many = trap
     return load(path, dtype=dtype)
 
-jlookahead.load = load_with_trap
+jlookahead.load, ray.init = load_with_trap, init_small
 app(sys.argv[2:])
 """
 
