@@ -16,6 +16,9 @@ from jlookahead.sharding import largest_anywhere
 # Cache slots attended to at once. The loop over chunks has a traced trip count, so that the
 # cost follows the length in use and not the capacity.
 PREFIX_CHUNK = 256
+# XLA:CPU copies a chunk out of the cache before it multiplies. In caches up to this size, reading
+# all slots in place takes less time than copying those in use.
+_WHOLE_CACHE = 512
 
 
 def attend(
@@ -82,7 +85,7 @@ def attend(
     p = jnp.exp(s - top)
     carry = top, p.sum(axis=-1, keepdims=True), weighted(p, new_values)
 
-    chunk = min(PREFIX_CHUNK, keys.shape[2])
+    chunk = _chunk_size(keys.shape[2])
 
     def add_chunk(index: jax.Array, carry: tuple) -> tuple:
         top, total, out = carry
@@ -123,7 +126,7 @@ def prefix_chunks(
     """
     if not num_slots:
         return 0, jnp.int32(0)
-    chunk = min(PREFIX_CHUNK, num_slots)
+    chunk = _chunk_size(num_slots)
     if num_slots % chunk:
         raise ValueError(f"cache slots: got {num_slots}, must be a multiple of {chunk}")
     end = (largest_anywhere(lengths.max()) + chunk - 1) // chunk
@@ -131,3 +134,7 @@ def prefix_chunks(
         return 0, end
     earliest = -largest_anywhere(-positions.min())
     return jnp.maximum(earliest - sliding_window + 1, 0) // chunk, end
+
+
+def _chunk_size(num_slots: int) -> int:
+    return num_slots if num_slots <= _WHOLE_CACHE else PREFIX_CHUNK

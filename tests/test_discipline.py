@@ -15,6 +15,7 @@ from models import TINY, plain, tiny_params
 import jlookahead as jl
 from jlookahead import decoding
 from jlookahead import model as network
+from jlookahead.attention import PREFIX_CHUNK
 from jlookahead.buffers import _MAX_UNROLLED
 from jlookahead.call import prepare
 from jlookahead.decoding import run_rounds, start
@@ -207,6 +208,16 @@ def test_the_cache_is_written_in_place(strategy, prompts):
     smaller, small_state = compile_round_loop(strategy, prompts, max_new_tokens=200)
     grown = memory.temp_size_in_bytes - smaller.memory_analysis().temp_size_in_bytes
     assert grown < nbytes(state.cache.keys[0]) - nbytes(small_state.cache.keys[0])
+
+
+@pytest.mark.parametrize(("max_new_tokens", "copies_chunks"), [(450, False), (1000, True)])
+def test_a_small_cache_is_read_in_place(max_new_tokens, copies_chunks):
+    """Chunks of a large one are copied out of it; a small one is a chunk itself."""
+    compiled, state = compile_round_loop(STRATEGIES[0], [[1, 2, 3]], max_new_tokens)
+    _, heads, num_slots, dim = state.cache.keys[0].shape
+    chunk = rf"= f32\[1,{heads},{PREFIX_CHUNK},{dim}\]\S* dynamic-slice\("
+    assert num_slots > PREFIX_CHUNK
+    assert bool(re.findall(chunk, compiled.as_text())) == copies_chunks
 
 
 # More rows than are written one by one: each buffer then takes one scatter.
