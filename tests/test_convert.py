@@ -218,6 +218,14 @@ from checkpoints_convert.__main__ import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
 sys.exit(main(sys.argv[1:]))
 """
+# Orbax closes its event loop when one array cannot be written. Those of TensorStore's threads that
+# still write others print tracebacks of that, piece by piece, before, behind and into one another
+# and the message.
+ABANDONED_WRITER = re.compile(
+    r"Traceback \(most recent call last\):|File \"|[^\"\n]*asyncio.base_events\.py|"
+    r"\", line |\d+|, in |call_soon_threadsafe|self\._check_closed\(\)|_check_closed|"
+    r"raise RuntimeError\('Event loop is closed'\)|RuntimeError|: |Event loop is closed|[~^]+|\s+"
+)
 
 
 @pytest.mark.parametrize("command", ["from-hf", "to-hf"])
@@ -226,11 +234,10 @@ def test_a_file_that_cannot_grow(source, tmp_path, command):
     arguments = [sys.executable, "-c", LIMITED, command, source, tmp_path / "new"]
     done = subprocess.run(list(map(str, arguments)), capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    # Orbax closes its event loop when one array cannot be written. Threads that still write others
-    # print tracebacks of that meanwhile, before, behind and into this line.
-    assert done.stderr.count("checkpoints_convert: ") == 1, done.stderr
-    assert re.search("checkpoints_convert: .*: cannot be written: ", done.stderr), done.stderr
-    assert "__main__.py" not in done.stderr, "no traceback of the command"
+    ending = r"\(os error 27\)|; the same command goes on from \S*?\.new\.partial"
+    message = rf"checkpoints_convert: .*?: cannot be written: .*?({ending})"
+    rest, count = re.subn(message, "", done.stderr)
+    assert count == 1 and not ABANDONED_WRITER.sub("", rest), done.stderr
     assert not (tmp_path / "new").exists()
 
 

@@ -21,11 +21,11 @@ SCRIPT = f"""
 import os, signal, sys
 from pathlib import Path
 
+import ray
+
 import jlookahead
 from jlookahead import ray_batch
 from jlookahead.cli import app
-
-import ray
 
 marks, load, init = Path(sys.argv[1]), jlookahead.load, ray.init
 
@@ -62,6 +62,7 @@ app(sys.argv[2:])
 
 
 def test_a_killed_worker_loses_and_doubles_nothing(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed")
     config = files.hf_config(vocab_size=300)
     model = files.write_hf(tmp_path / "model", config, files.random_tensors(config))
     prompts = [[5 + i, 6, 7] * (1 + i % 3) for i in range(NUM_PROMPTS)]
